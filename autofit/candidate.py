@@ -1,0 +1,167 @@
+"""What can be tried: one candidate, and the space of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ValidationError as PydanticValidationError
+
+from autofit.errors import ConfigError
+
+Precision = Literal["float32", "tf32", "bfloat16", "float16"]
+CheckpointingMode = Literal["none", "full"]
+
+# How far each precision lies from float32; breaks ties, the exact one first.
+NUMERIC_CHANGE: dict[Precision, int] = {"float32": 0, "tf32": 1, "bfloat16": 2, "float16": 3}
+
+ModelT = TypeVar("ModelT", bound="FrozenModel")
+
+
+class FrozenModel(BaseModel):
+    """Data that does not change: frozen, unknown fields refused, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Checkpointing(FrozenModel):
+    """Activation checkpointing: which blocks forget their activations in forward and recompute them in backward.
+
+    `blocks` are names of submodules. Empty with mode `full` means: the blocks that autofit finds in the model.
+    """
+
+    mode: CheckpointingMode = "none"
+    blocks: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _no_blocks_without_checkpointing(self) -> Checkpointing:
+        if self.mode == "none" and self.blocks:
+            raise ValueError(f"checkpointing mode 'none' takes no blocks, got {list(self.blocks)}")
+        return self
+
+    def __str__(self) -> str:
+        return f"full({len(self.blocks)})" if self.blocks else self.mode
+
+
+class Candidate(FrozenModel):
+    """One point of the search space: how to run one optimizer step.
+
+    `micro_batch_size` is the largest micro-batch: the samples are split into `accumulation_steps` parts as evenly as possible, larger ones first.
+    """
+
+    micro_batch_size: int = Field(ge=1)
+    accumulation_steps: int = Field(ge=1)
+    precision: Precision = "float32"
+    checkpointing: Checkpointing = Checkpointing()
+
+    def split(self, samples: int) -> tuple[int, ...]:
+        """Sizes of the micro-batches of a batch of `samples`: they add up to it exactly and differ by one at most.
+
+        The batch that the candidate was made for takes `accumulation_steps` parts. Another one, such as the last of an epoch, takes as few as
+        keep every part within `micro_batch_size`.
+        """
+        parts = self.accumulation_steps
+        if -(-samples // parts) != self.micro_batch_size:
+            parts = -(-samples // self.micro_batch_size)
+        return balanced(samples, parts)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro_batch_size} × {self.accumulation_steps} {self.precision} checkpointing {self.checkpointing}"
+        )
+
+
+def balanced(samples: int, parts: int) -> tuple[int, ...]:
+    """`samples` split into `parts` sizes that differ by one at most, larger ones first: (10, 4) is (3, 3, 2, 2)."""
+    if not 1 <= parts <= samples:
+        raise ConfigError(f"{samples} samples cannot be split into {parts} parts of at least one.")
+    small, larger = divmod(samples, parts)
+    return (small + 1,) * larger + (small,) * (parts - larger)
+
+
+def _as_sizes(value: Any) -> Any:
+    """One number, a range or any collection of numbers, as a sorted tuple of distinct ones."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return (value,)
+    return tuple(sorted(set(value))) if isinstance(value, Iterable) else value
+
+
+def _as_choices(value: Any) -> Any:
+    """One choice or several, in the order given, each once."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(dict.fromkeys(value)) if isinstance(value, Iterable) else value
+
+
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_as_sizes)]
+
+
+class SearchSpace(FrozenModel):
+    """The candidates that may be tried. What is left out takes the device's default.
+
+    `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48 for 512 samples becomes 47).
+    `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`, `float16`. `checkpointing`: modes that may be used, `none`
+    and `full`. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to recompute instead of those that autofit finds.
+
+    Raises ConfigError when a value is not allowed.
+    """
+
+    micro_batch_size: Sizes = None
+    accumulation_steps: Sizes = None
+    precision: Annotated[tuple[Precision, ...] | None, BeforeValidator(_as_choices)] = None
+    checkpointing: Annotated[tuple[CheckpointingMode, ...] | None, BeforeValidator(_as_choices)] = None
+    checkpoint_blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_as_choices)] = None
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except PydanticValidationError as error:
+            raise ConfigError(describe_validation(error, "SearchSpace")) from None
+        for name in type(self).model_fields:
+            if getattr(self, name) == ():
+                raise ConfigError(f"SearchSpace({name}=…) is empty: pass at least one value or leave it out.")
+
+    def splits(self, samples: int) -> tuple[tuple[int, int], ...]:
+        """The (micro_batch_size, accumulation_steps) pairs for `samples` per optimizer step, smallest micro-batch first.
+
+        Every micro-batch that a balanced split can have occurs once, so 512 samples have 44. Raises ConfigError when none is allowed.
+        """
+        found = set(self._allowed_splits(samples))
+        if not found:
+            raise ConfigError(
+                f"No split of {samples} samples is in the space: micro_batch_size={self.micro_batch_size}, "
+                f"accumulation_steps={self.accumulation_steps}. A micro-batch of m takes ceil({samples} / m) accumulation steps."
+            )
+        return tuple(sorted(found))
+
+    def _allowed_splits(self, samples: int) -> Iterator[tuple[int, int]]:
+        allowed_steps = set(self.accumulation_steps or ())
+        steps = (
+            {-(-samples // size) for size in self.micro_batch_size or range(1, samples + 1)}
+            if not allowed_steps
+            else allowed_steps
+        )
+        largest = max(self.micro_batch_size or (samples,))
+        smallest = min(self.micro_batch_size or (1,))
+        for count in steps:
+            if count > samples:
+                continue
+            size = -(-samples // count)
+            if not allowed_steps or smallest <= size <= largest:
+                yield size, count
+
+
+def describe_validation(error: PydanticValidationError, subject: str) -> str:
+    """A pydantic error as one sentence that says where, what was passed and what is allowed."""
+    parts = []
+    for detail in error.errors(include_url=False):
+        where = ".".join(str(step) for step in detail["loc"])
+        parts.append(f"{where or subject}: {detail['msg']} (got {str(detail.get('input'))[:80]!r})")
+    fields = {"SearchSpace": SearchSpace, "Candidate": Candidate}.get(subject)
+    known = (
+        f" Fields: {', '.join(fields.model_fields)}; precisions: {', '.join(get_args(Precision))}." if fields else ""
+    )
+    return f"{subject} is not valid: {'; '.join(parts)}.{known}"

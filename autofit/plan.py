@@ -1,0 +1,213 @@
+"""What comes out: trials, the plan, and the environment that they were measured in. JSON only, never pickle."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
+from autofit.errors import ConfigError, PlanMismatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from autofit.step import TrainStep
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["feasible", "over_budget", "out_of_memory", "invalid", "unstable", "slower", "predicted", "not_run"]
+
+
+class Seconds(FrozenModel):
+    """Repeated measurements of one duration: the raw samples, and their median and interquartile range."""
+
+    median: float
+    iqr: float
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Seconds:
+        """Statistics of at least one sample in seconds."""
+        values = tuple(samples)
+        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(median=statistics.median(values), iqr=quartiles[2] - quartiles[0], samples=values)
+
+
+class Trial(FrozenModel):
+    """One candidate, tried. What was not measured is None.
+
+    `step_seconds` is one whole optimizer step, composed as accumulation_steps × micro-step + optimizer step from micro-steps timed apart.
+    `peak_reserved_bytes` is the figure that is held against the allocator cap.
+    """
+
+    number: int
+    candidate: Candidate
+    outcome: Outcome
+    predicted_peak_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    alloc_retries: int | None = None
+    micro_step_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    step_seconds: Seconds | None = None
+    samples_per_second: float | None = None
+    message: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        """Ran at full size under the allocator cap."""
+        return self.outcome == "feasible"
+
+
+class Environment(FrozenModel):
+    """Where and for what the trials were measured: what decides whether a plan still holds elsewhere."""
+
+    autofit_version: str
+    torch_version: str
+    python_version: str
+    platform: str
+    device: str
+    device_name: str
+    device_total_bytes: int
+    compute_capability: str | None = None
+    cuda_version: str | None = None
+    threads: int | None = None
+    memory_source: str
+    model: str
+    parameters: int
+    trainable_parameters: int
+    optimizer: str
+    seed: int
+
+
+class Plan(FrozenModel):
+    """All trials, the best of them, and the environment they were measured in."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    target_batch: int = Field(ge=1)
+    world_size: int = Field(default=1, ge=1)
+    budget_bytes: int
+    cap_bytes: int
+    best_number: int | None
+    trials: tuple[Trial, ...]
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _best_is_a_trial(self) -> Plan:
+        numbers = [trial.number for trial in self.trials]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError("two trials have the same number")
+        if self.best_number is not None and self.best_number not in numbers:
+            raise ValueError(f"best_number {self.best_number} is none of the trials {numbers}")
+        return self
+
+    @property
+    def best(self) -> Trial:
+        """The trial to train with; raises ConfigError when the plan has none."""
+        for trial in self.trials:
+            if trial.number == self.best_number:
+                return trial
+        raise ConfigError(
+            "This plan has no best trial: nothing that was tried fits. See plan.trials for what each needed."
+        )
+
+    @property
+    def candidate(self) -> Candidate:
+        """The best trial's candidate."""
+        return self.best.candidate
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        loss_weight: Callable[[Any], float] | Literal["samples", "sum"] | None = None,
+        batch_dims: Any = None,
+        max_grad_norm: float | None = None,
+    ) -> TrainStep:
+        """The `TrainStep` that trains as the best trial did: `for batch in loader: result = step(batch)`."""
+        from autofit.step import TrainStep  # the one door upward: data hands out the behaviour that it describes
+
+        return TrainStep(
+            model,
+            optimizer,
+            self.candidate,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            loss_weight=loss_weight,
+            batch_dims=batch_dims,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def to_json(self) -> str:
+        """The plan as one JSON document; what was not measured is null."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Reads `to_json`'s document. Raises PlanMismatchError for another schema version, ConfigError for anything that is not a plan."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            version = next((e["input"] for e in error.errors() if e["loc"] == ("schema_version",)), None)
+            if version is not None:
+                raise PlanMismatchError(
+                    f"The plan has schema version {version!r}; this autofit reads {SCHEMA_VERSION}. Tune again, or use the autofit that wrote it.",
+                    differences=(f"schema_version: plan has {version!r}, here is {SCHEMA_VERSION}",),
+                ) from None
+            raise ConfigError(describe_validation(error, "The plan")) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; an existing file is replaced whole or not at all."""
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private; a plan is shared like any other output
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote."""
+        return cls.from_json(Path(path).read_bytes())
+
+
+# Differences below this share of the step are noise even where the quartiles happen to agree.
+TIE_SHARE = 0.01
+
+
+def best_trial(trials: Sequence[Trial]) -> Trial | None:
+    """The feasible trial with the most samples per second; a difference inside the noise is a tie.
+
+    A tie goes to less memory, then to fewer numeric changes. None when no trial is feasible.
+    """
+    rated = [
+        (trial, trial.samples_per_second) for trial in trials if trial.feasible and trial.samples_per_second is not None
+    ]
+    if not rated:
+        return None
+    fastest, rate = max(rated, key=lambda pair: pair[1])
+    tied = [trial for trial, other in rated if rate - other <= rate * max(TIE_SHARE, _noise(fastest), _noise(trial))]
+    return min(tied, key=lambda t: (t.peak_reserved_bytes or 0, NUMERIC_CHANGE[t.candidate.precision], t.number))
+
+
+def _noise(trial: Trial) -> float:
+    """Half the interquartile range as a share of the median: how far the median itself may be off. At most 5 %."""
+    seconds = trial.step_seconds
+    return min(seconds.iqr / seconds.median / 2, 0.05) if seconds and seconds.median else 0.0
