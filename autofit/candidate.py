@@ -47,7 +47,8 @@ class Checkpointing(FrozenModel):
 class Candidate(FrozenModel):
     """One point of the search space: how to run one optimizer step.
 
-    `micro_batch_size` is the largest micro-batch: the samples are split into `accumulation_steps` parts as evenly as possible, larger ones first.
+    `micro_batch_size` is the largest micro-batch: the samples are split into `accumulation_steps` parts as evenly as
+    possible, larger ones first.
     """
 
     micro_batch_size: int = Field(ge=1)
@@ -58,8 +59,8 @@ class Candidate(FrozenModel):
     def split(self, samples: int) -> tuple[int, ...]:
         """Sizes of the micro-batches of a batch of `samples`: they add up to it exactly and differ by one at most.
 
-        The batch that the candidate was made for takes `accumulation_steps` parts. Another one, such as the last of an epoch, takes as few as
-        keep every part within `micro_batch_size`.
+        The batch that the candidate was made for takes `accumulation_steps` parts. Another one, such as the last of an
+        epoch, takes as few as keep every part within `micro_batch_size`.
         """
         parts = self.accumulation_steps
         if -(-samples // parts) != self.micro_batch_size:
@@ -102,9 +103,10 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidato
 class SearchSpace(FrozenModel):
     """The candidates that may be tried. What is left out takes the device's default.
 
-    `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48 for 512 samples becomes 47).
-    `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`, `float16`. `checkpointing`: modes that may be used, `none`
-    and `full`. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to recompute instead of those that autofit finds.
+    `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48
+    for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`,
+    `float16`. `checkpointing`: modes that may be used, `none` and `full`. `checkpoint_blocks`: names or `fnmatch`
+    patterns of the submodules to recompute instead of those that autofit finds.
 
     Raises ConfigError when a value is not allowed.
     """
@@ -125,25 +127,23 @@ class SearchSpace(FrozenModel):
                 raise ConfigError(f"SearchSpace({name}=…) is empty: pass at least one value or leave it out.")
 
     def splits(self, samples: int) -> tuple[tuple[int, int], ...]:
-        """The (micro_batch_size, accumulation_steps) pairs for `samples` per optimizer step, smallest micro-batch first.
+        """The (micro_batch_size, accumulation_steps) pairs for `samples` per optimizer step, smallest first.
 
-        Every micro-batch that a balanced split can have occurs once, so 512 samples have 44. Raises ConfigError when none is allowed.
+        Every micro-batch that a balanced split can have occurs once, so 512 samples have 45, not 512.
+        Raises ConfigError when none is allowed.
         """
         found = set(self._allowed_splits(samples))
         if not found:
             raise ConfigError(
                 f"No split of {samples} samples is in the space: micro_batch_size={self.micro_batch_size}, "
-                f"accumulation_steps={self.accumulation_steps}. A micro-batch of m takes ceil({samples} / m) accumulation steps."
+                f"accumulation_steps={self.accumulation_steps}. "
+                f"A micro-batch of m takes ceil({samples} / m) accumulation steps."
             )
         return tuple(sorted(found))
 
     def _allowed_splits(self, samples: int) -> Iterator[tuple[int, int]]:
         allowed_steps = set(self.accumulation_steps or ())
-        steps = (
-            {-(-samples // size) for size in self.micro_batch_size or range(1, samples + 1)}
-            if not allowed_steps
-            else allowed_steps
-        )
+        steps = allowed_steps or {-(-samples // size) for size in self.micro_batch_size or range(1, samples + 1)}
         largest = max(self.micro_batch_size or (samples,))
         smallest = min(self.micro_batch_size or (1,))
         for count in steps:

@@ -30,7 +30,8 @@ class ConfigError(AutofitError, ValueError):
 class InfeasibleError(AutofitError):
     """No candidate fits into the budget.
 
-    `smallest_peak_bytes` is the lowest peak that any candidate needed or had reached when it ran out (None if none got that far).
+    `smallest_peak_bytes` is the lowest peak that any candidate needed, or had reached when it ran out (None if none got
+    that far).
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class DeviceLostError(AutofitError):
 
 
 class PlanMismatchError(AutofitError, ValueError):
-    """A saved plan meets another model, device or version; `differences` names each, as `name: plan has …, here is …`."""
+    """A saved plan meets another model, device or version.
+
+    `differences` names each, as `name: plan has …, here is …`.
+    """
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = ()) -> None:
         super().__init__(message)

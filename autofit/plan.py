@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autofit.step import TrainStep
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Outcome = Literal["feasible", "over_budget", "out_of_memory", "invalid", "unstable", "slower", "predicted", "not_run"]
 
@@ -43,7 +43,8 @@ class Seconds(FrozenModel):
 class Trial(FrozenModel):
     """One candidate, tried. What was not measured is None.
 
-    `step_seconds` is one whole optimizer step, composed as accumulation_steps × micro-step + optimizer step from micro-steps timed apart.
+    `step_seconds` is one whole optimizer step, composed as accumulation_steps × micro-step + optimizer step from
+    micro-steps and optimizer steps timed apart.
     `peak_reserved_bytes` is the figure that is held against the allocator cap.
     """
 
@@ -155,14 +156,18 @@ class Plan(FrozenModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Reads `to_json`'s document. Raises PlanMismatchError for another schema version, ConfigError for anything that is not a plan."""
+        """Reads `to_json`'s document.
+
+        Raises PlanMismatchError for another schema version, ConfigError for anything that is not a plan.
+        """
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             version = next((e["input"] for e in error.errors() if e["loc"] == ("schema_version",)), None)
             if version is not None:
                 raise PlanMismatchError(
-                    f"The plan has schema version {version!r}; this autofit reads {SCHEMA_VERSION}. Tune again, or use the autofit that wrote it.",
+                    f"The plan has schema version {version!r}; this autofit reads {SCHEMA_VERSION}. "
+                    "Tune again, or use the autofit that wrote it.",
                     differences=(f"schema_version: plan has {version!r}, here is {SCHEMA_VERSION}",),
                 ) from None
             raise ConfigError(describe_validation(error, "The plan")) from None

@@ -44,7 +44,8 @@ def parse_budget(budget: str | int | float, *, total_bytes: int) -> int:
         raise ConfigError(f"A budget must be positive, got {budget!r}. Allowed: {_ALLOWED}.")
     if requested > total_bytes:
         raise ConfigError(
-            f"The budget {budget!r} ({format_bytes(requested)}) is above what the device has, {format_bytes(total_bytes)}. "
+            f"The budget {budget!r} ({format_bytes(requested)}) is above what the device has, "
+            f"{format_bytes(total_bytes)}. "
             f"Leave it out to use what is free now, or pass at most {format_bytes(total_bytes)}."
         )
     return requested
