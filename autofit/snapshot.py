@@ -1,0 +1,276 @@
+"""Everything that a training step can change: captured, rewound between trials, and put back bit for bit.
+
+Nothing is deep-copied. Bytes of tensors on the tuned device are copied to the host, storage by storage, so that ties
+and views stay what they are; containers (module attributes, buffers, hooks, optimizer state) are remembered by their
+items.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autofit.errors import RestoreError
+from autofit.flags import capture_flags
+from autofit.interrupts import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+PutBack = Callable[[], list[str]]
+
+
+@contextmanager
+def restored(model: nn.Module, optimizer: Optimizer | None, *, device: torch.device) -> Iterator[Snapshot]:
+    """Whatever happens inside, afterwards all of it is what it was: returned, raised or interrupted.
+
+    Raises RestoreError, from the error that was under way if there is one, when something cannot be put back.
+    """
+    snapshot = None
+    try:
+        with uninterrupted():
+            snapshot = Snapshot(model, optimizer, device=device)
+        yield snapshot
+    finally:
+        if snapshot is not None:
+            with uninterrupted():
+                snapshot.restore()
+
+
+class Snapshot:
+    """The state of a model, its optimizer, the random generators and torch's switches at one moment.
+
+    `host_bytes` is the host memory that the copies take.
+
+    `rewind()` puts the values back so that every trial starts from the same state; gradients stay away. `restore()`
+    puts back everything, gradients too. Both may be called at any time, `restore()` last.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, device: torch.device) -> None:
+        flags = capture_flags()
+        generators = _capture_random_state(device)
+        containers = _Containers()
+        for module in model.modules():
+            containers.add_module(module)
+        if optimizer is not None:
+            containers.add(vars(optimizer), "optimizer")
+        tensors = _Tensors(containers.tensors, device)
+        self._gradients = _Gradients(containers.tensors, device)
+        self._parts: dict[str, PutBack] = {
+            "attributes": containers.put_back,
+            "tensors": tensors.put_back,
+            "random states": generators,
+            "flags": flags,
+        }
+        self.host_bytes = tensors.host_bytes + self._gradients.host_bytes
+
+    def rewind(self) -> None:
+        """Puts every value back to where it was and drops all gradients; raises RestoreError naming what it cannot."""
+        self._gradients.drop()
+        _put_back_all(self._parts)
+
+    def restore(self) -> None:
+        """Puts everything back, the gradients included; raises RestoreError naming what it cannot."""
+        _put_back_all({**self._parts, "gradients": self._gradients.put_back})
+
+
+def _put_back_all(parts: dict[str, PutBack]) -> None:
+    """Every part is put back even if another cannot be."""
+    failed: list[str] = []
+    for name, put_back in parts.items():
+        try:
+            failed += put_back()
+        except Exception as error:
+            logger.exception("the %s could not be put back", name)
+            failed.append(f"{name} ({error})")
+    if failed:
+        message = f"Not put back: {'; '.join(failed)}. Do not go on with this model: load it again."
+        raise RestoreError(message, state=tuple(failed))
+
+
+class _Containers:
+    """Attributes of modules and of the optimizer: which objects every dict, list and set held."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._held: list[tuple[Any, Any, str]] = []
+        self._seen: set[int] = set()
+
+    def add_module(self, module: nn.Module) -> None:
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.add(vars(module), type(module).__name__)
+
+    def add(self, value: Any, name: str) -> None:
+        """Remembers a value and, within containers, everything below it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (name, value))
+        elif isinstance(value, nn.Module):
+            self.add_module(value)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value, value.get_state()))
+        elif isinstance(value, (dict, list, set, deque)) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            items: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)
+            self._held.append((value, items, name))
+            for item in items:
+                if isinstance(value, dict):
+                    self.add(item[0], name)  # optimizer state is keyed by its parameters
+                    self.add(item[1], f"{name}.{item[0]}" if isinstance(item[0], str) else name)
+                else:
+                    self.add(item, name)
+        elif isinstance(value, tuple):
+            for item in value:
+                self.add(item, name)
+
+    def put_back(self) -> list[str]:
+        for container, items, _ in self._held:
+            if isinstance(container, dict):
+                now: list[Any] = list(container.items())
+                if not _same_items([part for pair in now for part in pair], [part for pair in items for part in pair]):
+                    container.clear()
+                    container.update(items)
+            elif not _same_items(list(container), items):
+                container.clear()
+                container.update(items) if isinstance(container, set) else container.extend(items)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        return []
+
+
+def _same_items(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+class _Tensors:
+    """The bytes under all tensors of the tuned device, and which bytes each tensor looks at."""
+
+    def __init__(self, tensors: dict[int, tuple[str, torch.Tensor]], device: torch.device) -> None:
+        self._aliases = [(name, t, t.detach(), t.requires_grad) for name, t in tensors.values() if _is_plain(t)]
+        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        seen: set[int] = set()
+        for _, tensor in tensors.values():
+            for storage in storages_of(tensor):
+                if storage.device == device and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    self._copies.append((storage, host_copy(storage)))
+        self.host_bytes = sum(saved.numel() for _, saved in self._copies)
+
+    def put_back(self) -> list[str]:
+        failed = []
+        for storage, saved in self._copies:
+            if storage.nbytes() != saved.numel():
+                storage.resize_(saved.numel())
+            as_bytes(storage).copy_(saved)
+        for name, tensor, alias, requires_grad in self._aliases:
+            if not _same_view(tensor, alias):
+                tensor.data = alias
+            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+            if not _same_view(tensor, alias):
+                failed.append(name)
+        return failed
+
+
+class _Gradients:
+    """The gradients that the user's parameters carry: moved to the host while tuning, so that they take no memory."""
+
+    def __init__(self, tensors: dict[int, tuple[str, torch.Tensor]], device: torch.device) -> None:
+        self._leaves = [tensor for _, tensor in tensors.values() if tensor.is_leaf]
+        self._gradients = [tensor.grad for tensor in self._leaves]
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        seen: set[int] = set()
+        for gradient in self._gradients:
+            for storage in storages_of(gradient) if gradient is not None else ():
+                if storage.device == device and storage._cdata not in seen and storage.resizable():
+                    seen.add(storage._cdata)
+                    self._offloaded.append((storage, host_copy(storage)))
+        self.host_bytes = sum(saved.numel() for _, saved in self._offloaded)
+        for storage, _ in self._offloaded:
+            storage.resize_(0)
+        self.drop()
+
+    def drop(self) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def put_back(self) -> list[str]:
+        for storage, saved in self._offloaded:
+            storage.resize_(saved.numel())
+            as_bytes(storage).copy_(saved)
+        for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
+            leaf.grad = gradient
+        return []
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages under a tensor: one for a plain tensor, several for a subclass that wraps others, none on `meta`."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout == torch.strided and tensor.device.type != "meta":
+        yield tensor.untyped_storage()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A one-dimensional uint8 tensor that looks at the whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def host_copy(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage's bytes, in host memory of their own."""
+    return as_bytes(storage).to("cpu", copy=True)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _same_view(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    return bool(
+        tensor.dtype == alias.dtype
+        and tensor.device == alias.device
+        and tensor.shape == alias.shape
+        and tensor.stride() == alias.stride()
+        and tensor.storage_offset() == alias.storage_offset()
+        and tensor.untyped_storage()._cdata == alias.untyped_storage()._cdata
+    )
+
+
+def _capture_random_state(device: torch.device) -> PutBack:
+    """Torch's generators of the host and the device, Python's, and NumPy's if it is loaded."""
+    states: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+        ("random", random.getstate, random.setstate),
+        ("torch", torch.get_rng_state, torch.set_rng_state),
+    ]
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # an unborn generator has no state to keep
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(("torch.cuda", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    if device.type in ("mps", "xpu"):
+        backend = getattr(torch, device.type)
+        states.append((f"torch.{device.type}", backend.get_rng_state, backend.set_rng_state))
+    if "numpy" in sys.modules:
+        numpy_random = sys.modules["numpy"].random
+        states.append(("numpy.random", numpy_random.get_state, numpy_random.set_state))
+    before = [(write, read()) for _, read, write in states]
+
+    def put_back() -> list[str]:
+        for write, state in before:
+            write(state)
+        return []
+
+    return put_back

@@ -1,0 +1,86 @@
+"""How long something takes: repeated until the figures agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A sample shorter than this would measure the clock and the synchronisation rather than the work.
+MIN_SAMPLE_SECONDS = 0.02
+# Two samples in a row that differ by less than this agree: caches are warm and clocks have settled.
+AGREEMENT = 0.03
+MIN_SAMPLES = 2
+MAX_SAMPLES = 9
+# Enough of it: short steps are sampled for at least so long, long ones for no longer than they must.
+ENOUGH_SECONDS = 0.5
+PATIENCE_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measured round of an accumulation: `micro_steps` micro-steps, then the optimizer step; seconds."""
+
+    micro_steps: int
+    micro_seconds: float
+    optimizer_seconds: float
+
+    @property
+    def micro_step_seconds(self) -> float:
+        """Seconds of one micro-step."""
+        return self.micro_seconds / self.micro_steps
+
+    def step_seconds(self, accumulation_steps: int) -> float:
+        """Seconds of a whole effective step, composed: accumulation_steps × micro-step + optimizer step."""
+        return accumulation_steps * self.micro_step_seconds + self.optimizer_seconds
+
+
+def measure_rounds(
+    micro_step: Callable[[], object],
+    optimizer_step: Callable[[], object],
+    *,
+    accumulation_steps: int,
+    synchronize: Callable[[], None],
+    deadline: float | None = None,
+) -> list[Round]:
+    """Rounds of micro-steps and one optimizer step, repeated until two in a row agree.
+
+    Short micro-steps are measured several together, never more than a real accumulation has. `deadline` is a
+    `time.monotonic()` after which no further round begins; at least one round is always measured.
+    """
+    rounds = [_round(micro_step, optimizer_step, 1 if accumulation_steps == 1 else 2, synchronize)]
+    micro_steps = min(accumulation_steps, max(rounds[0].micro_steps, _count_for(rounds[0].micro_step_seconds)))
+    if micro_steps != rounds[0].micro_steps:
+        rounds = []  # the sizing round was too short to count
+    began = time.monotonic()
+    while len(rounds) < MAX_SAMPLES:
+        if rounds and deadline is not None and time.monotonic() >= deadline:
+            break
+        rounds.append(_round(micro_step, optimizer_step, micro_steps, synchronize))
+        spent = time.monotonic() - began
+        if len(rounds) >= MIN_SAMPLES and spent >= ENOUGH_SECONDS and (_agree(rounds) or spent >= PATIENCE_SECONDS):
+            break
+    return rounds
+
+
+def _count_for(seconds: float) -> int:
+    return int(MIN_SAMPLE_SECONDS / max(seconds, 1e-6)) + 1
+
+
+def _round(
+    micro_step: Callable[[], object], optimizer_step: Callable[[], object], count: int, synchronize: Callable[[], None]
+) -> Round:
+    synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        micro_step()
+    synchronize()
+    between = time.perf_counter()
+    optimizer_step()
+    synchronize()
+    return Round(count, between - began, time.perf_counter() - between)
+
+
+def _agree(rounds: list[Round]) -> bool:
+    last, before = (r.micro_seconds + r.optimizer_seconds for r in rounds[-2:])
+    return abs(last - before) <= AGREEMENT * max(last, before)
