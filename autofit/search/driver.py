@@ -1,0 +1,136 @@
+"""The search: try what could be fastest among what should fit, learn, repeat until nothing could beat the best."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from autofit.candidate import Candidate
+from autofit.errors import ConfigError
+from autofit.plan import Trial
+from autofit.search.evidence import Evidence, was_run
+from autofit.search.fit import Fit
+from autofit.search.ledger import DEATHS, Entry, Ledger, open_ledger, within_cap
+from autofit.search.lines import Space
+from autofit.search.strategy import Strategy
+from autofit.units import format_bytes
+
+_logger = logging.getLogger(__name__)
+
+# The bound when none is given. A search on a device that behaves ends by itself, long before.
+MAX_TRIALS = 64
+
+
+def search(
+    space: Sequence[Candidate],
+    evaluate: Callable[[Candidate], Trial],
+    *,
+    cap_bytes: int | None = None,
+    predict: Callable[[Candidate], int | None] | None = None,
+    max_trials: int | None = None,
+    timeout: float | None = None,
+    seed: int = 0,
+    storage: str | None = None,
+    study_name: str | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+) -> list[Trial]:
+    """Looks for the candidate with the most samples per second by trying few of them; returns all trials.
+
+    `evaluate` tries a candidate for real; its `Trial.number` is replaced by the study's. No candidate is tried twice,
+    nor one with a larger micro-batch than another, otherwise equal, that did not fit into `cap_bytes`.
+    `predict` tells the bytes that a candidate needs (None: unknown). What is predicted not to fit is not tried; the
+    first such split of each line is recorded as `over_budget`, so that the trials show where memory ends.
+    `max_trials` bounds the trials that were run in the study, those of earlier runs and other workers included
+    (64 when left out); `timeout` in seconds bounds when the last one begins.
+    `storage` and `study_name` name an Optuna study, which is continued if it exists and may be shared by workers.
+    `on_trial` is called after each trial of this call. An exception from `evaluate` passes through; its trial is
+    closed. Raises ConfigError when an argument cannot be meant.
+    """
+    _check(space, max_trials=max_trials, timeout=timeout)
+    lines = Space(space)
+    strategy = Strategy(lines, Fit(lines, cap_bytes=cap_bytes, predict=predict))
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    report = on_trial or _say_nothing
+    with open_ledger(storage=storage, study_name=study_name, seed=seed, cap_bytes=cap_bytes, space=space) as ledger:
+        while _trials_run(entries := _of_space(ledger, lines)) < (max_trials or MAX_TRIALS):
+            if time.monotonic() >= deadline:
+                _logger.info("the search ends after %g seconds", timeout)
+                break
+            candidate = strategy.propose(_evidence(lines, entries))
+            if candidate is None:
+                break
+            trial = _try(candidate, evaluate, ledger, cap_bytes=cap_bytes)
+            if trial is not None:
+                report(trial)
+        for candidate, needed in strategy.unfit(_evidence(lines, _of_space(ledger, lines))):
+            trial = ledger.record(_predicted_not_to_fit(candidate, needed))
+            if trial is not None:
+                report(trial)
+        return [entry.trial for entry in _of_space(ledger, lines) if entry.trial is not None]
+
+
+def _check(space: Sequence[Candidate], *, max_trials: int | None, timeout: float | None) -> None:
+    if not space:
+        raise ConfigError("The space has no candidates: pass at least one.")
+    if max_trials is not None and (isinstance(max_trials, bool) or max_trials < 1):
+        raise ConfigError(
+            f"max_trials={max_trials!r} is not allowed: pass a number from 1 on, or None for the default."
+        )
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout!r} is not allowed: pass seconds above 0, or None for no limit.")
+
+
+def _try(
+    candidate: Candidate, evaluate: Callable[[Candidate], Trial], ledger: Ledger, *, cap_bytes: int | None
+) -> Trial | None:
+    """Runs one trial and writes it down; None when another worker took the candidate at the same moment."""
+    running = ledger.start(candidate)
+    if running is None:
+        return None
+    try:
+        result = evaluate(candidate)
+    except BaseException as error:
+        ledger.fail(running, error)
+        raise
+    return ledger.finish(running, _judged(result, cap_bytes))
+
+
+def _judged(result: Trial, cap_bytes: int | None) -> Trial:
+    """A result that claims to be feasible, held against what that means: a speed, and a peak within the cap."""
+    if result.feasible and not result.samples_per_second:
+        return result.model_copy(update={"outcome": "invalid", "message": "ran, but no speed was measured"})
+    return within_cap(result, cap_bytes)
+
+
+def _predicted_not_to_fit(candidate: Candidate, needed: int) -> Trial:
+    return Trial(
+        number=0,
+        candidate=candidate,
+        outcome="over_budget",
+        predicted_peak_bytes=needed,
+        message=f"predicted to need {format_bytes(needed)}; not run",
+    )
+
+
+def _of_space(ledger: Ledger, lines: Space) -> list[Entry]:
+    return [entry for entry in ledger.entries() if lines.find(entry.candidate)]
+
+
+def _trials_run(entries: Sequence[Entry]) -> int:
+    return sum(entry.running or (entry.trial is not None and was_run(entry.trial)) for entry in entries)
+
+
+def _evidence(lines: Space, entries: Sequence[Entry]) -> Evidence:
+    deaths = Counter(entry.candidate for entry in entries if entry.died)
+    taken = [entry.candidate for entry in entries if entry.running]
+    taken += [candidate for candidate, count in deaths.items() if count >= DEATHS]
+    return Evidence.of(
+        lines, [(entry.candidate, entry.trial) for entry in entries if entry.trial is not None], taken=taken
+    )
+
+
+def _say_nothing(trial: Trial) -> None:
+    pass
