@@ -160,7 +160,8 @@ def describe_validation(error: PydanticValidationError, subject: str) -> str:
     for detail in error.errors(include_url=False):
         where = ".".join(str(step) for step in detail["loc"])
         parts.append(f"{where or subject}: {detail['msg']} (got {str(detail.get('input'))[:80]!r})")
-    fields = {"SearchSpace": SearchSpace, "Candidate": Candidate}.get(subject)
+    known_models: dict[str, type[FrozenModel]] = {"SearchSpace": SearchSpace, "Candidate": Candidate}
+    fields = known_models.get(subject)
     known = (
         f" Fields: {', '.join(fields.model_fields)}; precisions: {', '.join(get_args(Precision))}." if fields else ""
     )

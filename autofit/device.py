@@ -95,6 +95,13 @@ def free_bytes(device: torch.device) -> int:
     return host_free_bytes()
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator of this process holds on the device, in use or cached; 0 on the host."""
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return 0 if device.type == "cpu" else int(torch.accelerator.memory_reserved(device))
+
+
 def reserve_bytes(total_bytes: int) -> int:
     """What stays free when no budget is given: 3 % of the device, at least 256 MiB."""
     return max(int(total_bytes * RESERVE_SHARE), RESERVE_MIN_BYTES)

@@ -12,20 +12,21 @@ import torch
 backends: Any = torch.backends  # the switches' attributes are made at import and not in torch's stubs
 
 
-def capture_flags() -> Callable[[], list[str]]:
-    """Reads torch's global switches; the returned function puts back what changed and names what it could not."""
-    before = {name: read() for name, (read, _) in _SWITCHES.items()}
+class Flags:
+    """Torch's global switches at one moment."""
 
-    def put_back() -> list[str]:
-        failed = []
-        for name, (read, write) in _SWITCHES.items():
-            if read() != before[name]:
-                write(before[name])
-                if read() != before[name]:
-                    failed.append(f"torch flag {name}")
-        return failed
+    def __init__(self) -> None:
+        self._before = {name: read() for name, (read, _) in _SWITCHES.items()}
 
-    return put_back
+    def changed(self) -> list[str]:
+        """Names of the switches that are not what they were."""
+        return [name for name, (read, _) in _SWITCHES.items() if read() != self._before[name]]
+
+    def put_back(self) -> list[str]:
+        """Sets every switch that has changed to what it was; names those that it could not set."""
+        for name in self.changed():
+            _SWITCHES[name][1](self._before[name])
+        return [f"torch switch {name}" for name in self.changed()]
 
 
 @contextmanager

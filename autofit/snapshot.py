@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autofit.errors import RestoreError
-from autofit.flags import capture_flags
+from autofit.flags import Flags
 from autofit.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, device: torch.device) -> None:
-        flags = capture_flags()
+        flags = Flags()
         generators = _capture_random_state(device)
         containers = _Containers()
         for module in model.modules():
@@ -69,7 +69,7 @@ class Snapshot:
             "attributes": containers.put_back,
             "tensors": tensors.put_back,
             "random states": generators,
-            "flags": flags,
+            "switches": flags.put_back,
         }
         self.host_bytes = tensors.host_bytes + self._gradients.host_bytes
 

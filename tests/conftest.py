@@ -1,0 +1,38 @@
+"""Fixtures for all tests. Every test is checked for what it leaves changed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autofit.flags import Flags
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` say why they do not run where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_changed() -> Iterator[None]:
+    """Fails a test that leaves a switch of torch, the grad mode or the environment other than it found it."""
+    environment = dict(os.environ)
+    flags = Flags()
+    random_states = torch.get_rng_state(), random.getstate()
+    yield
+    changed = flags.changed()
+    torch.set_rng_state(random_states[0])
+    random.setstate(random_states[1])
+    flags.put_back()
+    after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    before = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    assert not changed, f"left changed: {changed}"
+    assert after == before, "left the environment changed"

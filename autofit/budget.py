@@ -1,0 +1,52 @@
+"""From what the user allows to what the allocator may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofit.device import DeviceInfo, free_bytes, reserve_bytes, reserved_bytes
+from autofit.errors import ConfigError
+from autofit.memory import Meter
+from autofit.units import format_bytes, parse_budget
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`budget_bytes` is for the whole process on the device; `cap_bytes` of it for the allocator, the rest is outside.
+
+    `note` says in one sentence what was assumed.
+    """
+
+    budget_bytes: int
+    cap_bytes: int
+    outside_bytes: int
+    note: str
+
+
+def resolve_budget(budget: str | int | float | None, *, info: DeviceInfo, meter: Meter) -> Budget:
+    """The budget that the user named, or else what is free now for this process less a small reserve.
+
+    What the allocator of this process holds already counts as free. Raises ConfigError when the budget is above the
+    device or leaves nothing for the allocator.
+    """
+    outside = meter.outside_bytes()
+    if budget is not None:
+        total = parse_budget(budget, total_bytes=info.total_bytes)
+        note = f"The budget of {format_bytes(total)} is for this process on {info.name}"
+    else:
+        reserve = reserve_bytes(info.total_bytes)
+        total = min(free_bytes(info.device) + reserved_bytes(info.device) + outside - reserve, info.total_bytes)
+        note = (
+            f"No budget was given: {format_bytes(total)} is what is free on {info.name}, less {format_bytes(reserve)}"
+        )
+    if outside:
+        note += f"; {format_bytes(outside)} of it lie outside the allocator (context and libraries)"
+    if info.device.type == "cpu":
+        note += ". There is no VRAM to tune: tensors are counted as a CUDA device would hold them"
+    cap = total - outside
+    if cap <= 0:
+        raise ConfigError(
+            f"The budget of {format_bytes(total)} leaves nothing for tensors: the device context and libraries use "
+            f"{format_bytes(outside)} outside the allocator. The device has {format_bytes(info.total_bytes)}."
+        )
+    return Budget(total, cap, outside, note + ".")

@@ -1,0 +1,111 @@
+"""One small, plain step before any trial: does it train at all, and which blocks can be recomputed?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofit.candidate import Candidate
+from autofit.errors import AutofitError, ConfigError, DeviceLostError, StepError
+from autofit.loss import check_weighting, resolve_loss, resolve_weighting
+from autofit.oom import Failure, guarded
+from autofit.step.blocks import Blocks, discover_blocks, keep_checkpointable, observe_calls
+from autofit.trial import TrialSetup
+
+# Above this the loss of the whole batch is not the weighted sum of its parts' losses: rounding is far below.
+SEPARABLE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Blocks that may be recomputed, and what the user should know."""
+
+    blocks: Blocks
+    notes: tuple[str, ...]
+
+
+def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> ProbeResult:
+    """Forward and backward in float32 at the sample batch's own size, or as much of it as fits.
+
+    Raises StepError when the model or the loss fails or is not finite, ConfigError when the loss is not a scalar or
+    does not reach the parameters. Where not even one sample fits, blocks are kept unobserved: the trials will say so.
+    """
+    blocks = discover_blocks(setup.model, patterns=block_patterns)
+    samples, shrunk = min(max(setup.layout.samples, 2), setup.samples), False
+    while True:
+        observed, failure = guarded(lambda: _plain_step(setup, samples, blocks))  # noqa: B023 -- called right here
+        setup.recover()
+        if failure is None:
+            assert observed is not None
+            return ProbeResult(observed, (*_describe(observed), *_weighting_notes(setup)))
+        out_of_memory = failure.kind in ("memory", "maybe_memory")
+        if (not out_of_memory and not shrunk) or failure.kind == "device_lost":
+            _raise(failure, setup)
+        if samples == 1 or not out_of_memory:  # too few samples can fail otherwise, as under BatchNorm
+            return ProbeResult(blocks, _describe(blocks))
+        samples, shrunk = samples // 2, True
+
+
+def _plain_step(setup: TrialSetup, samples: int, blocks: Blocks) -> Blocks:
+    candidate = Candidate(micro_batch_size=samples, accumulation_steps=1)
+    step = setup.train_step(candidate)
+    parts = step.split(setup.batch_of(samples))
+    resident = [*setup.model.parameters(), *setup.model.buffers()]
+    with (
+        setup.meter.metered(cap_bytes=setup.cap_bytes, resident=resident),
+        observe_calls(setup.model, blocks.names) as observed,
+        step.activated(),
+    ):
+        loss = step.micro_step(parts[0])
+        if not bool(loss.isfinite()):
+            raise StepError(
+                f"The loss of the sample batch is {float(loss)} in float32, before any step was taken. Look for "
+                "logarithms or divisions of zero, unnormalised inputs, or targets outside the classes.",
+                phase="forward",
+            )
+        if all(parameter.grad is None for parameter in setup.model.parameters()):
+            raise ConfigError(
+                "The loss does not reach the model's parameters: after backward none of them has a gradient. "
+                "Compute it from the model's output, without detach(), item() or torch.no_grad()."
+            )
+    return keep_checkpointable(blocks, observed)
+
+
+def _raise(failure: Failure, setup: TrialSetup) -> None:
+    if isinstance(failure.error, AutofitError):
+        raise failure.error
+    if failure.kind == "device_lost":
+        raise DeviceLostError(f"The device context of {setup.device} is lost: {failure.message}") from failure.error
+    raise StepError(
+        f"The model or its loss failed on the sample batch in plain float32, before anything was tuned: "
+        f"{failure.message}"
+    ) from failure.error
+
+
+def _describe(blocks: Blocks) -> tuple[str, ...]:
+    notes = []
+    if blocks.names:
+        notes.append(f"Blocks that can be recomputed: {len(blocks.names)}, {blocks.found_by}.")
+    else:
+        notes.append("No blocks were found that could be recomputed, so checkpointing was not tried.")
+    if blocks.left_out:
+        named = "; ".join(f"{name}: {reason}" for name, reason in blocks.left_out[:5])
+        notes.append(f"Blocks left out of checkpointing: {named}.")
+    return tuple(notes)
+
+
+def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
+    """How micro-batches are weighted, and whether that gives the full batch's loss."""
+    options = {name: setup.step_options.get(name) for name in ("loss_fn", "compute_loss")}
+    batch = setup.batch_of(min(max(setup.layout.samples, 3), 8))
+    weight = setup.step_options.get("loss_weight")
+    weighting = resolve_weighting(batch, loss_weight=weight, model=setup.model, **options)
+    loss = resolve_loss(**options)
+    difference, failure = guarded(lambda: check_weighting(loss, setup.model, setup.layout, batch, weighting))
+    setup.recover()
+    notes = [weighting.describe()]
+    if failure is None and difference is not None and difference > SEPARABLE_TOLERANCE:
+        notes.append(
+            f"The loss of a whole batch differs by {difference:.1%} from the weighted sum over its micro-batches, so "
+            "accumulated gradients are not the full batch's. Pass loss_weight= to say how micro-batches weigh."
+        )
+    return tuple(notes)

@@ -1,0 +1,223 @@
+"""One candidate, tried for real: metered under the cap, timed, judged, and everything put back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from autofit.batch import BatchLayout
+from autofit.candidate import Candidate
+from autofit.device import synchronize
+from autofit.errors import AutofitError, DeviceLostError
+from autofit.memory import Meter, Reading
+from autofit.oom import guarded
+from autofit.optimizers import OptimizerFactory
+from autofit.plan import Trial
+from autofit.snapshot import Snapshot
+from autofit.step.train_step import Part, TrainStep
+from autofit.timing import Round, measure_rounds
+from autofit.verdict import UnstableError, failed_trial, judge_memory, measured_trial
+
+# Halved so often, the gradient scale goes from its initial 65536 to below 1: what overflows then is not finite at all.
+SCALER_ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """What all trials of one tuning share.
+
+    `samples` is one rank's share of the target batch; `outside_bytes` what the process used on the device outside the
+    allocator when `cap_bytes` was computed; `step_options` are the arguments of `TrainStep` that say what the loss is.
+    """
+
+    model: nn.Module
+    sample_batch: Any
+    layout: BatchLayout
+    samples: int
+    device: torch.device
+    meter: Meter
+    cap_bytes: int
+    outside_bytes: int
+    snapshot: Snapshot
+    make_optimizer: OptimizerFactory
+    step_options: dict[str, Any] = field(default_factory=dict)
+
+    def train_step(self, candidate: Candidate) -> TrainStep:
+        """The step that a user would train with, on an optimizer of its own."""
+        return TrainStep(self.model, self.make_optimizer(), candidate, device=self.device, **self.step_options)
+
+    def batch_of(self, samples: int) -> Any:
+        """The sample batch, cut or tiled to so many samples."""
+        return self.layout.resize(self.sample_batch, samples)
+
+    def batch_is_on_device(self) -> bool:
+        """Whether the user's batches lie on the accelerator as a whole, so that all of one counts."""
+        leaves = tree_leaves(self.sample_batch)
+        return any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves)
+
+    def outside_growth_bytes(self) -> int:
+        """Growth of what the process uses outside the allocator since the cap was computed: kernels load lazily."""
+        return max(0, self.meter.outside_bytes() - self.outside_bytes)
+
+    def recover(self) -> None:
+        """After a trial, outside any `except`: values back, gradients gone, memory given back.
+
+        Raises DeviceLostError when the device does not answer any more.
+        """
+        _, failure = guarded(self._recover)
+        if failure is not None:
+            if isinstance(failure.error, AutofitError):
+                raise failure.error
+            raise DeviceLostError(
+                f"The device {self.device} does not answer after a trial ({failure.message}). Start a new process."
+            ) from failure.error
+
+    def _recover(self) -> None:
+        self.meter.release()
+        self.snapshot.rewind()
+        torch.zeros(1, device=self.device).add_(1)
+        synchronize(self.device)
+
+
+def run_trial(candidate: Candidate, setup: TrialSetup, *, deadline: float | None = None) -> Trial:
+    """Runs one candidate at its full micro-batch and says what it took; the number is the caller's to set.
+
+    Two optimizer steps are metered, the second with the optimizer's state resident; then micro-steps and optimizer
+    steps are timed. Whatever fails, the model is as it was before. Raises DeviceLostError when the device context is
+    gone.
+    """
+    run = _Run(candidate, setup)
+    rounds, failure = guarded(partial(run.measure, deadline))
+    reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
+    del run
+    setup.recover()
+    if failure is not None:
+        return failed_trial(candidate, failure, phase=phase, reading=reading, device=setup.device)
+    assert rounds is not None
+    assert reading is not None
+    return measured_trial(
+        candidate, rounds, reading, samples=setup.samples, cap_bytes=setup.cap_bytes, outside_bytes=outside
+    )
+
+
+def confirm_trial(trial: Trial, setup: TrialSetup) -> Trial:
+    """The trial's candidate again as a whole effective step, every micro-batch at its own size, under the cap.
+
+    Gives the trial with the larger of both peaks, or with the outcome that the whole step had.
+    """
+    run = _Run(trial.candidate, setup)
+    _, failure = guarded(run.whole_step)
+    reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
+    del run
+    setup.recover()
+    if failure is not None:
+        failed = failed_trial(trial.candidate, failure, phase=phase, reading=reading, device=setup.device)
+        return trial.model_copy(update={"outcome": failed.outcome, "message": f"whole step, {failed.message}"})
+    assert reading is not None
+    outcome, message = judge_memory(reading, cap_bytes=setup.cap_bytes, outside_bytes=outside)
+    peaks = {
+        name: max(getattr(reading, name), getattr(trial, name) or 0)
+        for name in ("peak_reserved_bytes", "peak_allocated_bytes")
+    }
+    return trial.model_copy(update={"outcome": outcome, "message": message, **peaks})
+
+
+def measure_need(candidate: Candidate, setup: TrialSetup, *, available_bytes: int) -> Reading | None:
+    """What a candidate needs when the budget does not hold it back; None where even the device has too little."""
+    run = _Run(candidate, setup, enforce=False)
+    with setup.meter.capped(available_bytes):
+        _, failure = guarded(run.meter_steps)
+        reading = run.reading()
+        del run
+        setup.recover()
+    return reading if failure is None else None
+
+
+class _Run:
+    """The life of one trial up to an exception. It holds tensors: drop it before recovering."""
+
+    def __init__(self, candidate: Candidate, setup: TrialSetup, *, enforce: bool = True) -> None:
+        self._candidate = candidate
+        self._setup = setup
+        self._cap_bytes = setup.cap_bytes if enforce else None
+        self._step: TrainStep | None = None
+        self._read: Callable[[], Reading] | None = None
+
+    @property
+    def phase(self) -> str:
+        return self._step.phase if self._step is not None and self._read is not None else "setup"
+
+    def reading(self) -> Reading | None:
+        return self._read() if self._read is not None else None
+
+    def measure(self, deadline: float | None) -> list[Round]:
+        step, parts = self.meter_steps()
+        endless = itertools.cycle(parts)
+
+        def end_of_step() -> None:
+            step.optimizer_step()
+            step.zero_grad()
+
+        with step.activated():
+            return measure_rounds(
+                lambda: step.micro_step(next(endless)),
+                end_of_step,
+                accumulation_steps=self._candidate.accumulation_steps,
+                synchronize=lambda: synchronize(self._setup.device),
+                deadline=deadline,
+            )
+
+    def meter_steps(self) -> tuple[TrainStep, list[Part]]:
+        """Two optimizer steps: the first makes the optimizer's state, the second has it and accumulates."""
+        setup = self._setup
+        step = setup.train_step(self._candidate)
+        full = setup.batch_is_on_device()
+        samples = setup.samples if full else sum(self._candidate.split(setup.samples)[:2])
+        parts = step.split(setup.batch_of(samples))[:2]
+        self._meter(step, parts[:1], parts)
+        return step, parts
+
+    def whole_step(self) -> None:
+        """A small optimizer step that makes the optimizer's state, then the whole effective step."""
+        step = self._setup.train_step(self._candidate)
+        parts = step.split(self._setup.batch_of(self._setup.samples))
+        self._meter(step, parts[-1:], parts)
+
+    def _meter(self, step: TrainStep, *optimizer_steps: list[Part]) -> None:
+        self._step = step
+        metered = self._setup.meter.metered(cap_bytes=self._cap_bytes, resident=_resident(step))
+        with step.activated(), metered as self._read:
+            for parts in optimizer_steps:
+                _step_until_applied(step, parts)
+
+
+def _step_until_applied(step: TrainStep, parts: list[Part]) -> None:
+    """One optimizer step that really stepped: float16 begins with too large a scale and skips steps until it fits."""
+    for _ in range(SCALER_ATTEMPTS):
+        step.zero_grad()
+        losses = [step.micro_step(part) for part in parts]
+        scale = step.scaler.get_scale() if step.scaler else 1.0
+        step.optimizer_step()
+        step.zero_grad()
+        values = [float(loss) for loss in losses]
+        if not all(map(math.isfinite, values)):
+            raise UnstableError(f"the loss is {values} in {step.candidate.precision}")
+        if step.scaler is None or step.scaler.get_scale() >= scale:
+            return
+    raise UnstableError(f"the gradients overflow in {step.candidate.precision} at every scale that was tried")
+
+
+def _resident(step: TrainStep) -> Iterator[torch.Tensor]:
+    """What is on the device before the first micro-batch: parameters, buffers, and the optimizer's state."""
+    yield from step.model.parameters()
+    yield from step.model.buffers()
+    for state in step.optimizer.state.values():
+        yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))

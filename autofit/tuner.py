@@ -1,0 +1,298 @@
+"""`tune()`: from a model, a batch and a target to the plan that trains it fastest within the budget."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autofit._version import __version__
+from autofit.batch import infer_layout
+from autofit.budget import Budget, resolve_budget
+from autofit.candidate import Candidate, SearchSpace
+from autofit.device import DeviceInfo, device_info, resolve_device
+from autofit.distributed import world_size
+from autofit.errors import ConfigError, DeviceLostError, InfeasibleError, StepError
+from autofit.memory import Meter, meter_for
+from autofit.optimizers import optimizer_factory
+from autofit.placement import placed
+from autofit.plan import Environment, Plan, Trial, best_trial
+from autofit.probe import probe
+from autofit.search import search
+from autofit.snapshot import restored
+from autofit.space import candidates
+from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
+from autofit.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def tune(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    target_batch: int,
+    loss_fn: Callable[..., Any] | None = None,
+    compute_loss: Callable[..., Any] | None = None,
+    loss_weight: Callable[[Any], Any] | Literal["samples", "sum"] | None = None,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    device: str | torch.device | None = None,
+    budget: str | int | float | None = None,
+    space: SearchSpace | None = None,
+    batch_dims: Any = None,
+    max_trials: int | None = None,
+    timeout: float | None = None,
+    seed: int = 0,
+    storage: str | None = None,
+    study_name: str | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+) -> Plan:
+    """Finds the fastest training step of exactly `target_batch` samples that stays within the memory budget.
+
+    Real training steps run under candidate configurations. Afterwards the model, the optimizer, random states and
+    torch's switches are what they were, bit for bit, whether this returned, raised or was interrupted.
+
+    `sample_batch`: any nest of tensors with the samples along dim 0; cut and tiled to the sizes that are tried.
+    `batch_dims` says where the samples lie otherwise: one dim for all tensors, or `{path: dim or None}`.
+    `loss_fn(output, target)` for `(inputs…, target)` batches; dict batches call `model(**batch)` and use its `.loss`;
+    `compute_loss(model, batch)` takes over entirely. `loss_weight(batch)` weighs micro-batches, `"sum"` says that the
+    loss is a sum; by default a mean over samples. `optimizer`: one that exists, a callable of the parameters, or AdamW.
+    `budget`: `"8GiB"`, bytes, a fraction such as 0.9, or what is free now. `max_trials` and `timeout` (seconds) bound
+    the search. `storage`: an Optuna storage URL, so that a killed run goes on where it stopped. `on_trial` is called
+    with each trial as it ends.
+
+    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
+    """
+    _check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
+    began = time.monotonic()
+    layout = infer_layout(sample_batch, batch_dims=batch_dims)
+    info = device_info(resolve_device(device, model))
+    meter = meter_for(info.device)
+    make_optimizer = optimizer_factory(optimizer, model)
+    user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+    with ExitStack() as undone:
+        _enter_placed(undone, model, info, meter)
+        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device))
+        undone.enter_context(_training(model))
+        allowance = resolve_budget(budget, info=info, meter=meter)
+        undone.enter_context(meter.capped(allowance.cap_bytes))
+        setup = TrialSetup(
+            model=model,
+            sample_batch=sample_batch,
+            layout=layout,
+            samples=target_batch,
+            device=info.device,
+            meter=meter,
+            cap_bytes=allowance.cap_bytes,
+            outside_bytes=allowance.outside_bytes,
+            snapshot=snapshot,
+            make_optimizer=make_optimizer,
+            step_options={
+                "loss_fn": loss_fn,
+                "compute_loss": compute_loss,
+                "loss_weight": loss_weight,
+                "batch_dims": batch_dims,
+            },
+        )
+        tuning = _Tuning(setup, info, allowance, space or SearchSpace(), target_batch, seed)
+        remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
+        return tuning.run(
+            max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
+        )
+
+
+def _check_call(model: Any, *, target_batch: Any, max_trials: Any, timeout: Any, space: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameters: nothing to train. Set requires_grad on some."
+        )
+    if isinstance(target_batch, bool) or not isinstance(target_batch, int) or target_batch < 1:
+        raise ConfigError(f"target_batch must be a positive whole number of samples, got {target_batch!r}.")
+    ranks = world_size()
+    if target_batch < ranks:
+        raise ConfigError(f"target_batch {target_batch} is smaller than the {ranks} ranks: each needs a sample.")
+    if ranks > 1:
+        raise ConfigError(
+            f"This process is one of {ranks} ranks. tune() works on one device: call it before the process group is "
+            f"initialised, with target_batch={target_batch // ranks}, one rank's share."
+        )
+    if space is not None and not isinstance(space, SearchSpace):
+        raise ConfigError(f"space must be an autofit.SearchSpace, got {type(space).__name__}.")
+    if max_trials is not None and (isinstance(max_trials, bool) or not isinstance(max_trials, int) or max_trials < 1):
+        raise ConfigError(f"max_trials must be a positive whole number, got {max_trials!r}.")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise ConfigError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+
+
+def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: Meter) -> None:
+    """Moves the model to the device; the device may be too small even for that."""
+    try:
+        undone.enter_context(placed(model, device=info.device))
+        return
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    meter.release()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    raise InfeasibleError(
+        f"The model alone, {format_bytes(size)} of parameters, does not fit on {info.name} with "
+        f"{format_bytes(info.total_bytes)}: {message}",
+        smallest_peak_bytes=size,
+    )
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode. A model whose root is in training mode already keeps its submodules as they are: some are frozen.
+
+    Nothing to undo: the snapshot does.
+    """
+    if not model.training:
+        model.train()
+    with torch.enable_grad():
+        yield
+
+
+@dataclass
+class _Tuning:
+    """One run of tune(): the trials so far, and what the plan will say."""
+
+    setup: TrialSetup
+    info: DeviceInfo
+    allowance: Budget
+    space: SearchSpace
+    target_batch: int
+    seed: int
+    trials: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def run(
+        self,
+        *,
+        max_trials: int | None,
+        timeout: float | None,
+        storage: str | None,
+        study_name: str | None,
+        on_trial: Callable[[Trial], None] | None,
+    ) -> Plan:
+        self.notes += [self.allowance.note, self.setup.layout.describe()]
+        probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
+        self.notes += probed.notes
+        choices = candidates(self.space, samples=self.setup.samples, info=self.info, blocks=probed.blocks)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self.trials = search(
+                choices,
+                partial(run_trial, setup=self.setup, deadline=deadline),
+                cap_bytes=self.allowance.cap_bytes,
+                max_trials=max_trials,
+                timeout=timeout,
+                seed=self.seed,
+                storage=storage,
+                study_name=study_name,
+                on_trial=self._remember(on_trial),
+            )
+            best = self._confirmed_best()
+        except DeviceLostError as error:
+            error.plan = self._plan(best_trial(self.trials))
+            raise
+        if best is None:
+            self._raise_nothing_fits(choices)
+        return self._plan(best)
+
+    def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
+        """Trials are kept as they end, so that a lost device loses none of them."""
+
+        def remember(trial: Trial) -> None:
+            self.trials.append(trial)
+            logger.info("trial %d: %s -> %s %s", trial.number, trial.candidate, trial.outcome, trial.message)
+            if on_trial is not None:
+                on_trial(trial)
+
+        return remember
+
+    def _confirmed_best(self) -> Trial | None:
+        """The best trial whose whole effective step fits too, tried in order of merit.
+
+        Up to two micro-batches, the trial itself has run the whole effective step already.
+        """
+        while (best := best_trial(self.trials)) is not None:
+            if best.candidate.accumulation_steps <= 2:
+                return best
+            confirmed = confirm_trial(best, self.setup)
+            self.trials[self.trials.index(best)] = confirmed
+            if confirmed.feasible:
+                return confirmed
+            logger.info("trial %d did not hold as a whole step: %s", best.number, confirmed.message)
+        return None
+
+    def _raise_nothing_fits(self, choices: list[Candidate]) -> None:
+        """The error for a search that found nothing: memory, if that is what it was, else what the trials said."""
+        plan = self._plan(None)
+        outcomes = {trial.outcome for trial in self.trials}
+        if not outcomes & {"out_of_memory", "over_budget"}:
+            messages = "; ".join(dict.fromkeys(trial.message for trial in self.trials if trial.message))
+            raise StepError(
+                f"None of {len(self.trials)} candidates could train: {messages or 'none was tried in time'}."
+            )
+        smallest = min(choices, key=lambda c: (c.micro_batch_size, c.checkpointing.mode == "none"))
+        need = measure_need(smallest, self.setup, available_bytes=self.info.total_bytes)
+        seen = [t.peak_reserved_bytes for t in self.trials if t.peak_reserved_bytes is not None]
+        peak = need.peak_reserved_bytes if need else max(seen, default=None)
+        budget = format_bytes(self.allowance.budget_bytes)
+        if need:
+            required = need.peak_reserved_bytes + self.allowance.outside_bytes
+            advice = (
+                f"The smallest peak seen is {format_bytes(need.peak_reserved_bytes)}, of {smallest}: a budget of "
+                f"{format_bytes(required)} or more would fit it."
+            )
+        else:
+            advice = f"The smallest candidate, {smallest}, does not fit on the device at all: use a smaller model."
+        raise InfeasibleError(
+            f"Nothing fits into the budget of {budget} after {len(self.trials)} trials. {advice}",
+            budget_bytes=self.allowance.budget_bytes,
+            smallest_peak_bytes=peak,
+            plan=plan,
+        )
+
+    def _plan(self, best: Trial | None) -> Plan:
+        return Plan(
+            target_batch=self.target_batch,
+            budget_bytes=self.allowance.budget_bytes,
+            cap_bytes=self.allowance.cap_bytes,
+            best_number=best.number if best else None,
+            trials=tuple(self.trials),
+            environment=self._environment(),
+            notes=tuple(self.notes),
+        )
+
+    def _environment(self) -> Environment:
+        model = self.setup.model
+        return Environment(
+            autofit_version=__version__,
+            torch_version=torch.__version__,
+            python_version=platform.python_version(),
+            platform=platform.platform(),
+            device=str(self.info.device),
+            device_name=self.info.name,
+            device_total_bytes=self.info.total_bytes,
+            compute_capability=self.info.capability_text,
+            cuda_version=torch.version.cuda if self.info.device.type == "cuda" else None,
+            threads=torch.get_num_threads() if self.info.device.type == "cpu" else None,
+            memory_source=self.setup.meter.source,
+            model=type(model).__name__,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            optimizer=type(self.setup.make_optimizer()).__name__,
+            seed=self.seed,
+        )
