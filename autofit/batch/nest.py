@@ -112,6 +112,11 @@ def shown_path(path: str) -> str:
     return path or "the batch itself"
 
 
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf holds numbers that move to a device: a tensor or a packed sequence."""
+    return isinstance(leaf, (torch.Tensor, PackedSequence))
+
+
 def has_dims(leaf: Any) -> bool:
     """Whether a leaf can hold one entry per sample: a packed sequence, or a tensor of at least one dim."""
     return isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
@@ -119,4 +124,4 @@ def has_dims(leaf: Any) -> bool:
 
 def holds_tensor(node: Any) -> bool:
     """Whether there is any tensor in the nest."""
-    return any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, leaf in leaves(node))
+    return any(is_tensor(leaf) for _, leaf in leaves(node))

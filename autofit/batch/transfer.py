@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from autofit.batch.nest import leaves, map_leaves
+from autofit.batch.nest import is_tensor, leaves, map_leaves
 
 
 def to_device(batch: Any, device: torch.device | str, *, copy: bool = False) -> Any:
@@ -20,9 +20,7 @@ def to_device(batch: Any, device: torch.device | str, *, copy: bool = False) -> 
     non_blocking = target.type == "cuda"  # towards the host it would hand out memory that is not written yet
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, (torch.Tensor, PackedSequence)):
-            return leaf.to(device=target, non_blocking=non_blocking, copy=copy)
-        return leaf
+        return leaf.to(target, non_blocking=non_blocking, copy=copy) if is_tensor(leaf) else leaf
 
     return map_leaves(move, batch)
 
