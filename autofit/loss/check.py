@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.batch import BatchLayout
+from autofit.batch import BatchLayout, to_device
 from autofit.errors import ConfigError
 from autofit.loss.forms import Loss
 from autofit.loss.weighting import Weighting
@@ -26,7 +26,7 @@ def check_weighting(
     mode and without gradients; all modes are restored.
 
     None where that says nothing: a single sample, a loss that is not finite, or a model that gives no loss in eval mode
-    (torchvision's detection). The model and `batch` must be on the same device.
+    (torchvision's detection). The batch may lie on another device than the model.
     """
     available = layout.samples_in(batch)
     count = min(available, samples)
@@ -38,15 +38,20 @@ def check_weighting(
     with _evaluating(model):
         try:
             factors = weighting.coefficients(parts, sizes)
-            expected = float(loss(model, whole))
+            expected = _loss_of(loss, model, whole)
             pairs = zip(factors, parts, strict=True)
-            actual = math.fsum(factor * float(loss(model, part)) for factor, part in pairs if factor)
+            actual = math.fsum(factor * _loss_of(loss, model, part) for factor, part in pairs if factor)
         except ConfigError:
             return None
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return None
     scale = max(abs(expected), abs(actual))
     return abs(expected - actual) / scale if scale else 0.0
+
+
+def _loss_of(loss: Loss, model: nn.Module, batch: Any) -> float:
+    parameter = next(model.parameters(), None)
+    return float(loss(model, batch if parameter is None else to_device(batch, parameter.device)))
 
 
 @contextmanager

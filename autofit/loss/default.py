@@ -82,8 +82,10 @@ def default_loss(output: Any, target: Tensor, *, model: nn.Module) -> Tensor:
     if not weighted:
         raise ConfigError(f"There is no default loss for {seen(output)} and a target that is {seen(target)}. {_PASS}")
     criterion = _criterion(weighted[0][1], target, ignored_index(model))
-    losses = [weight * criterion(part, target) for weight, part in weighted]
-    return torch.stack(losses).sum()
+    loss = criterion(weighted[0][1], target)
+    for weight, part in weighted[1:]:
+        loss = loss + weight * criterion(part, target)
+    return loss
 
 
 def _weighted_outputs(output: Any) -> list[tuple[float, Tensor]]:
@@ -92,11 +94,11 @@ def _weighted_outputs(output: Any) -> list[tuple[float, Tensor]]:
         return [(1.0, output)]
     if isinstance(output, Mapping) and isinstance(output.get("out"), Tensor):
         parts = [(1.0, output["out"]), (_SEGMENTATION_AUX, output.get("aux"))]
-    elif isinstance(output, tuple) and isinstance(getattr(output, "logits", None), Tensor):
+    elif isinstance(output, tuple) and isinstance(logits := getattr(output, "logits", None), Tensor):
         named = zip(getattr(output, "_fields", ()), output, strict=False)
         auxiliary = [value for name, value in named if name.startswith("aux_logits")]
         weight = _INCEPTION_AUX if len(auxiliary) == 1 else _GOOGLENET_AUX
-        parts = [(1.0, output.logits), *((weight, value) for value in auxiliary)]
+        parts = [(1.0, logits), *((weight, value) for value in auxiliary)]
     else:
         return []
     return [(weight, part) for weight, part in parts if part is not None]

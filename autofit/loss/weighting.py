@@ -76,7 +76,7 @@ def _as_floats(values: Sequence[Any]) -> list[float]:
             )
     if all(isinstance(value, Tensor) for value in values) and len({(v.device, v.dtype) for v in values}) == 1:
         return [float(weight) for weight in torch.stack([value.detach().reshape(()) for value in values]).tolist()]
-    return [float(value) for value in values]
+    return [float(value.detach() if isinstance(value, Tensor) else value) for value in values]
 
 
 @dataclass(frozen=True)
