@@ -1,0 +1,216 @@
+"""A plan as text: the table of trials, the recipe, the memory, and how to train with it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autofit.candidate import Candidate, Precision, balanced
+from autofit.plan import Plan, Trial
+from autofit.units import format_bytes, format_seconds
+
+PRECISIONS: Mapping[Precision, str] = {
+    "float32": "in float32",
+    "tf32": "in float32 with TF32 matrix products",
+    "bfloat16": "in bfloat16 autocast",
+    "float16": "in float16 autocast with a gradient scaler",
+}
+NOT_TRIED = ("predicted", "not_run")
+BEST = "*"
+
+
+def report(plan: Plan, *, plan_path: str | None = None) -> RenderableType:
+    """The whole report; `plan_path` is where the plan was saved, for the snippet that trains with it."""
+    parts: list[RenderableType] = [Text(_headline(plan), style="bold"), "", TrialTable(plan)]
+    parts += [Text(line, style="dim") for line in _legend(plan)]
+    parts += ["", *map(Text, _findings(plan))]
+    parts += [Text(f"Note: {note}") for note in plan.notes]
+    if plan.best_number is not None:
+        parts += ["", *_snippet(plan, plan_path)]
+    return Group(*parts)
+
+
+def report_text(plan: Plan, *, width: int = 80, plan_path: str | None = None) -> str:
+    """The report as plain text of at most `width` columns, without colour or trailing spaces."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)
+    console.print(report(plan, plan_path=plan_path))
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
+class TrialTable:
+    """The trials that ran, the best one marked: a table, or a paragraph for each where the console is too narrow."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        table = self._table()
+        if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width:
+            yield table
+        else:
+            yield from self._paragraphs()
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading in ("#", "micro × steps", "precision", "checkpoint", "peak", "samples/s", "outcome"):
+            table.add_column(heading, justify="right" if heading in ("#", "peak", "samples/s") else "left")
+        for trial in _shown(self._plan):
+            candidate = trial.candidate
+            table.add_row(
+                f"{self._mark(trial)}{trial.number}",
+                f"{candidate.micro_batch_size} × {candidate.accumulation_steps}",
+                candidate.precision,
+                str(candidate.checkpointing),
+                _peak(trial) or "-",
+                _rate(trial) or "-",
+                _outcome(trial),
+                style=self._style(trial),
+            )
+        return table
+
+    def _paragraphs(self) -> Iterator[RenderableType]:
+        for trial in _shown(self._plan):
+            facts = (_peak(trial), _rate(trial) and f"{_rate(trial)} samples/s", _outcome(trial))
+            text = f"{self._mark(trial)}{trial.number}: {trial.candidate}: {', '.join(filter(None, facts))}"
+            yield Text(text, style=self._style(trial))
+
+    def _mark(self, trial: Trial) -> str:
+        return f"{BEST} " if trial.number == self._plan.best_number else ""
+
+    def _style(self, trial: Trial) -> str:
+        if trial.number == self._plan.best_number:
+            return "bold green"
+        return "" if trial.feasible else "dim"
+
+
+def trial_line(trial: Trial) -> str:
+    """One trial as one line: number, split, precision, checkpointing, peak, speed, outcome."""
+    candidate = trial.candidate
+    split = f"{candidate.micro_batch_size} × {candidate.accumulation_steps}"
+    rate = f"{_rate(trial)} samples/s" if trial.samples_per_second else ""
+    line = (
+        f"{trial.number:>4}  {split:<9}  {candidate.precision:<8}  {candidate.checkpointing!s:<8}  "
+        f"{_peak(trial):>9}  {rate:>16}  {_outcome(trial)}"
+    )
+    return f"{line}: {_reason(trial)}" if _reason(trial) else line
+
+
+def recipe(plan: Plan) -> str:
+    """What the best trial does, in one sentence, and how fast it was."""
+    trial = plan.best
+    candidate = trial.candidate
+    samples = plan.target_batch // plan.world_size
+    steps = candidate.accumulation_steps
+    batch = f"the whole batch of {samples}" if steps == 1 else f"{steps} micro-batches of {_sizes(candidate, samples)}"
+    ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    speed = f": {_rate(trial)} samples/s" if trial.samples_per_second else ""
+    step = f", {format_seconds(trial.step_seconds.median)} per optimizer step" if trial.step_seconds else ""
+    return (
+        f"Train with {batch} per optimizer step{ranks}, {PRECISIONS[candidate.precision]}, "
+        f"{_checkpointing(candidate)}{speed}{step}."
+    )
+
+
+def _headline(plan: Plan) -> str:
+    environment = plan.environment
+    where = environment.device
+    if environment.device_name != environment.device:
+        where = f"{environment.device} ({environment.device_name})"
+    return f"{environment.model} on {where}: {plan.target_batch} samples per optimizer step, {environment.optimizer}"
+
+
+def _shown(plan: Plan) -> list[Trial]:
+    """The trials that ran; all of them where none did."""
+    return [trial for trial in plan.trials if trial.outcome not in NOT_TRIED] or list(plan.trials)
+
+
+def _legend(plan: Plan) -> Iterator[str]:
+    shown = _shown(plan)
+    if plan.best_number is not None:
+        yield f"{BEST} best"
+    if any(trial.peak_reserved_bytes is None and trial.predicted_peak_bytes is not None for trial in shown):
+        yield "~ predicted, not measured"
+    if len(shown) < len(plan.trials):
+        yield f"{len(plan.trials) - len(shown)} more not tried"
+    for reason, trials in groupby(shown, key=_reason):
+        if reason:
+            yield f"{', '.join(str(trial.number) for trial in trials)}: {reason}"
+
+
+def _findings(plan: Plan) -> Iterator[str]:
+    if plan.best_number is None:
+        yield f"Nothing fits into {_budget(plan)}."
+    else:
+        yield recipe(plan)
+        peak = plan.best.peak_reserved_bytes
+        if peak is not None:
+            yield f"Its peak is {format_bytes(peak)}, {peak / plan.cap_bytes:.0%} of {_budget(plan)}."
+    source = plan.environment.memory_source
+    yield f"Memory was {source}." if source.startswith(("measured", "tracked", "predicted")) else f"Memory: {source}."
+
+
+def _budget(plan: Plan) -> str:
+    if plan.cap_bytes == plan.budget_bytes:
+        return f"the budget of {format_bytes(plan.budget_bytes)}"
+    return (
+        f"the {format_bytes(plan.cap_bytes)} that the budget of {format_bytes(plan.budget_bytes)} leaves to "
+        "PyTorch's allocator"
+    )
+
+
+def _snippet(plan: Plan, plan_path: str | None) -> Iterator[RenderableType]:
+    saved = "" if plan_path else ", saved with --out plan.json"
+    yield f"To train with it{saved} (train_step takes the same loss as tune):"
+    code = (
+        f"import autofit\n\nplan = autofit.Plan.load({json.dumps(plan_path or 'plan.json')})\n"
+        "step = plan.train_step(model, optimizer)\n"
+        f"for batch in loader:  # {plan.target_batch // plan.world_size} samples each\n"
+        "    result = step(batch)"
+    )
+    yield ""
+    yield Padding(Text(code), (0, 0, 0, 4))
+
+
+def _sizes(candidate: Candidate, samples: int) -> str:
+    """`85 and 86 samples`, or `64 samples`."""
+    distinct = sorted(set(balanced(samples, candidate.accumulation_steps)))
+    return f"{' and '.join(map(str, distinct))} sample{'' if distinct == [1] else 's'}"
+
+
+def _checkpointing(candidate: Candidate) -> str:
+    if candidate.checkpointing.mode == "none":
+        return "without activation checkpointing"
+    blocks = len(candidate.checkpointing.blocks)
+    what = {0: "of every block", 1: "of 1 block"}.get(blocks, f"of {blocks} blocks")
+    return f"with activation checkpointing {what}"
+
+
+def _peak(trial: Trial) -> str:
+    if trial.peak_reserved_bytes is not None:
+        return format_bytes(trial.peak_reserved_bytes)
+    return f"~{format_bytes(trial.predicted_peak_bytes)}" if trial.predicted_peak_bytes is not None else ""
+
+
+def _rate(trial: Trial) -> str:
+    rate = trial.samples_per_second
+    if rate is None:
+        return ""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _outcome(trial: Trial) -> str:
+    return trial.outcome.replace("_", " ")
+
+
+def _reason(trial: Trial) -> str:
+    """The first line of what went wrong, where the outcome's name does not say it."""
+    return trial.message.strip().partition("\n")[0] if trial.outcome in ("invalid", "unstable") else ""
