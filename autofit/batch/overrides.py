@@ -20,21 +20,25 @@ _PATHS_SHOWN = 20
 
 
 def read_batch_dims(batch: Any, batch_dims: Any) -> dict[str, Split]:
-    """What is settled, by path of the leaf or list; dims are counted from 0. Empty when nothing is.
+    """What is settled, by path of the leaf, or of the list or container; dims are counted from 0. Empty if nothing is.
 
-    A container's path stands for all tensors in it; a longer path wins over a shorter one. Raises ConfigError for
-    values that are not allowed, paths that are not in the batch, and dims that a tensor does not have.
+    A container's path stands for all tensors in it, and a dim alone for all of the batch's; a longer path wins over a
+    shorter one. Raises ConfigError for values that are not allowed, paths that are not in the batch, and dims that a
+    tensor does not have.
     """
     if batch_dims is None:
         return {}
-    if not isinstance(batch_dims, Mapping):
-        batch_dims = (
-            {"": _checked(batch_dims, "")}
-            if batch_dims == "list"
-            else dict.fromkeys((path for path, leaf in leaves(batch) if has_dims(leaf)), _checked(batch_dims, ""))
-        )
+    given: Mapping[str, Any] = batch_dims if isinstance(batch_dims, Mapping) else {"": batch_dims}
     parts = dict(_parts(batch, ""))
-    unknown = [path for path in batch_dims if path not in parts]
+    _check_paths(batch, [path for path in given if path not in parts])
+    chosen: dict[str, Split] = {}
+    for path in given:
+        longer = [other for other in given if other != path and covering(other, [path]) is not None]
+        chosen |= _settled(parts[path], path, _checked(given[path], path), longer)
+    return chosen
+
+
+def _check_paths(batch: Any, unknown: list[str]) -> None:
     if unknown:
         known = [path for path, leaf in leaves(batch) if has_dims(leaf)]
         more = f" and {len(known) - _PATHS_SHOWN} more" if len(known) > _PATHS_SHOWN else ""
@@ -42,11 +46,6 @@ def read_batch_dims(batch: Any, batch_dims: Any) -> dict[str, Split]:
             f"batch_dims names {', '.join(map(repr, unknown))}, which the batch does not have. "
             f"Its tensors: {', '.join(map(repr, known[:_PATHS_SHOWN]))}{more}."
         )
-    chosen: dict[str, Split] = {}
-    for path in sorted(batch_dims, key=len):
-        chosen |= _expanded(parts[path], path, _checked(batch_dims[path], path))
-    lists = {path for path, split in chosen.items() if split == "list"}
-    return {path: split for path, split in chosen.items() if covering(path, lists - {path}) is None}
 
 
 def covering(path: str, others: Collection[str]) -> str | None:
@@ -71,29 +70,28 @@ def _checked(split: Any, path: str) -> Split:
     raise ConfigError(f"batch_dims got {split!r}{where}. {_ALLOWED}.")
 
 
-def _expanded(value: Any, path: str, split: Split) -> dict[str, Split]:
+def _settled(value: Any, path: str, split: Split, longer: Collection[str]) -> dict[str, Split]:
     if split == "list":
         if type(value) not in (list, tuple):
             raise ConfigError(f"batch_dims says 'list' for {shown_path(path)}, which is a {type(value).__name__}.")
         return {path: "list"}
-    if entries(value) is None and split is None:
+    if split is None and not longer:
         return {path: None}
     targets = [(where, leaf) for where, leaf in leaves(value, path) if has_dims(leaf)]
-    if not targets and split is not None:
+    if not targets:
         raise ConfigError(f"batch_dims says dim {split} for {shown_path(path)}, which holds no tensor with dims.")
-    return {where: _positive(leaf, where, split) for where, leaf in targets}
+    return {where: _from_zero(leaf, where, split) for where, leaf in targets if covering(where, longer) is None}
 
 
-def _positive(leaf: Any, path: str, split: Split) -> Split:
+def _from_zero(leaf: Any, path: str, split: int | None) -> Split:
     if split is None:
         return None
     if isinstance(leaf, PackedSequence):
         return "list"  # whatever the dim: a packed sequence has its own
     assert isinstance(leaf, torch.Tensor)
-    assert isinstance(split, int)
     if not -leaf.ndim <= split < leaf.ndim:
         raise ConfigError(
             f"batch_dims says dim {split} for {shown_path(path)}, which has {leaf.ndim}: {tuple(leaf.shape)}. "
-            f"Pass a dict to give it another dim or None: {_ALLOWED}."
+            f"Pass a dict to give it another dim or None. {_ALLOWED}."
         )
     return split % leaf.ndim

@@ -44,7 +44,7 @@ def collect(batch: Any, chosen: Mapping[str, Split]) -> Evidence:
 
     def visit(value: Any, path: str) -> None:
         parts = entries(value)
-        if path in chosen and (parts is None or chosen[path] == "list"):
+        if path in chosen:
             split = chosen[path]
             if split is not None:
                 _check_splittable(value, path)
@@ -181,6 +181,8 @@ def _likely_samples(evidence: Evidence) -> int:
         return next(iter(evidence.settled.values()))
     first = Counter(map(size_of, evidence.tensors.values()))
     anywhere = Counter(size for value in evidence.tensors.values() for size in _sizes(value))
+    for value in evidence.lists.values():
+        anywhere[len(value)] += len(value)
     return max(first, key=lambda size: (size > 1, anywhere[size], first[size]))
 
 

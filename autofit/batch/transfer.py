@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from autofit.batch.nest import is_tensor, leaves, map_leaves
+from autofit.batch.nest import leaves, map_leaves
 
 
 def to_device(batch: Any, device: torch.device | str, *, copy: bool = False) -> Any:
@@ -20,9 +21,18 @@ def to_device(batch: Any, device: torch.device | str, *, copy: bool = False) -> 
     non_blocking = target.type == "cuda"  # towards the host it would hand out memory that is not written yet
 
     def move(leaf: Any) -> Any:
-        return leaf.to(target, non_blocking=non_blocking, copy=copy) if is_tensor(leaf) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(target, non_blocking=non_blocking, copy=copy)
+        return _move_packed(leaf, move) if isinstance(leaf, PackedSequence) else leaf
 
     return map_leaves(move, batch)
+
+
+def _move_packed(packed: PackedSequence, move: Callable[[Any], Any]) -> PackedSequence:
+    data = move(packed.data)  # its own .to() accepts no copy=
+    if data is packed.data:
+        return packed
+    return PackedSequence(data, packed.batch_sizes, move(packed.sorted_indices), move(packed.unsorted_indices))
 
 
 def batch_bytes(batch: Any) -> int:
