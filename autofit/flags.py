@@ -78,10 +78,10 @@ def _write_float32(state: tuple[_OldFloat32 | None, tuple[str, str, str], str]) 
 def _write_old_float32(old: _OldFloat32) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if old[2] is not None:
-            torch.set_float32_matmul_precision(old[2])
         backends.cuda.matmul.allow_tf32 = old[0]
         backends.cudnn.allow_tf32 = old[1]
+        if old[2] is not None:  # last: "medium" and "high" both mean TF32 here, and the switch above makes it "high"
+            torch.set_float32_matmul_precision(old[2])
 
 
 def _write_new_float32(new: tuple[str, str, str]) -> None:

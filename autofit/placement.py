@@ -10,7 +10,7 @@ from torch import nn
 
 from autofit.errors import ConfigError
 from autofit.interrupts import uninterrupted
-from autofit.snapshot import storages_of
+from autofit.snapshot import as_bytes
 
 
 @contextmanager
@@ -77,13 +77,12 @@ class _Mover:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device. Tensors that look at one storage look at one there too."""
-        storage = next(storages_of(tensor), None)
-        if storage is None or type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return tensor.to(self._device)
+        storage = tensor.untyped_storage()
         moved = self._moved.get(storage._cdata)
         if moved is None:
-            everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            moved = everything.to(self._device).untyped_storage()
+            moved = as_bytes(storage).to(self._device, copy=True).untyped_storage()
             self._moved[storage._cdata] = moved
         empty = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return empty.set_(moved, tensor.storage_offset(), tensor.shape, tensor.stride())
