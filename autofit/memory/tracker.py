@@ -86,11 +86,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._working = Lock()
         self._refusal: str | None = None
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leaves `__torch_dispatch__` unwrapped: the wrapper loads the compiler, which takes seconds."""
-        return False
-
     def resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts what is alive already (parameters, buffers, gradients, optimizer state) as born now, in order."""
         for tensor in tensors:
