@@ -53,6 +53,8 @@ def load(name: str, *, image_size: int | None, sequence_length: int | None) -> W
         refuse_option("--image-size", image_size, of=f"hf:{name}", because="it takes token sequences")
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a training step has no use for the cache of keys and values
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # absent from some defaults (T5), needed for labels
     model = _build(name, head, config)
     batch, description = head.batch(config, size)
     return Workload(model.train(), batch, f"{head.task}, {description}")

@@ -88,8 +88,11 @@ def _detection(name: str, image_size: int | None) -> Workload:
 
 
 def _video(name: str, image_size: int | None) -> Workload:
-    size = image_size or _published_size(name)
-    model = _build(name, {"spatial_size": (size, size)} if name.startswith("mvit") else {})
+    published = _published_size(name)
+    size = image_size or published
+    if name.startswith("mvit") and size != published:
+        raise ConfigError(f"{name} is built for {published} px, got --image-size {size}. Leave it out.")
+    model = _build(name, {})
     classes = _classes(model)
     batch = (torch.randn(SAMPLES, 3, FRAMES, size, size), torch.randint(classes, (SAMPLES,)))
     return Workload(model, batch, f"clips of {FRAMES} frames, 3 × {size} × {size}, {classes} classes")
@@ -137,7 +140,7 @@ def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
         arguments = {**arguments, "weights_backbone": None}
     try:
         model: nn.Module = get_model(name, weights=None, **arguments)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"torchvision cannot build {name} with {arguments}: {error}") from error
     return model.train()
 

@@ -1,0 +1,72 @@
+"""A two-convolution CNN on images of CIFAR-10's size, trained at a batch that the memory budget does not hold at once.
+
+    python examples/cifar_cnn.py --target-batch 512
+
+First the plain step, the whole batch at once in float32: how much memory it takes. Then half of that as the budget:
+`tune` finds the fastest way to train the same batch in it. Then some steps of training with the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import autofit
+from autofit.units import format_bytes
+
+
+def make_model() -> nn.Module:
+    """Two convolutions with pooling and a classifier for ten classes."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 8 * 8, 10),
+    )
+
+
+def make_batch(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise with a bright stripe; the class is where the stripe lies."""
+    images = torch.randn(samples, 3, 32, 32, generator=generator)
+    labels = torch.randint(10, (samples,), generator=generator)
+    images[torch.arange(samples), :, labels * 3] += 2
+    return images, labels
+
+
+def main() -> None:
+    """Measures the plain step, tunes within half its memory, and trains."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = make_model()
+    sample = make_batch(8, generator)
+
+    plain = autofit.SearchSpace(micro_batch_size=options.target_batch, precision="float32", checkpointing="none")
+    before = autofit.tune(model, sample, target_batch=options.target_batch, space=plain)
+    peak_before = before.best.peak_reserved_bytes or 0
+    print(f"before  {before.candidate}: {format_bytes(peak_before)}")
+
+    plan = autofit.tune(model, sample, target_batch=options.target_batch, budget=peak_before // 2)
+    print(f"after   {plan.candidate}: {format_bytes(plan.best.peak_reserved_bytes or 0)}")
+    print(f"budget  {format_bytes(plan.budget_bytes)}; memory is {plan.environment.memory_source}")
+
+    device = plan.environment.device
+    model.to(device)
+    step = plan.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for number in range(options.steps):
+        result = step(make_batch(options.target_batch, generator))
+        print(f"step {number}: loss {result.loss.item():.3f}, micro-batches {result.micro_batches}")
+
+
+if __name__ == "__main__":
+    main()
