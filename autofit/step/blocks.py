@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from autofit.batch.nest import leaves
-from autofit.step.chains import find_slices
+from autofit.step.chains import find_runs
 from autofit.step.naming import Target, resolve
 from autofit.step.structure import Structure, can_be_patched, unwrapped
 
@@ -48,7 +50,7 @@ def discover_blocks(model: nn.Module, *, patterns: Sequence[str] | None = None) 
     if patterns:
         return Blocks(tuple(t.name for t in resolve(model, patterns)), f"named: {', '.join(patterns)}")
     structure = Structure(model)
-    return _marked_blocks(structure) or _repeated_blocks(structure)
+    return _marked_blocks(structure) or _structural_blocks(structure) or _thorough_blocks(model)
 
 
 def _marked_blocks(structure: Structure) -> Blocks | None:
@@ -64,7 +66,7 @@ def _marked_blocks(structure: Structure) -> Blocks | None:
         elif can_be_patched(module):
             found.append((name, module))
     return (
-        Blocks(tuple(name for name, _ in found), f"layers that transformers marks: {_kinds(found)}") if found else None
+        Blocks(tuple(name for name, _ in found), f"layers that transformers marks ({_kinds(found)})") if found else None
     )
 
 
@@ -81,28 +83,33 @@ def _marked_classes(model: nn.Module) -> set[type[nn.Module]]:
     return {kind for kind in kinds if kind.__name__ in unsplit}
 
 
-def _repeated_blocks(structure: Structure) -> Blocks:
+def _structural_blocks(structure: Structure) -> Blocks | None:
     modules = list(structure.repeated_modules(structure.model))
     names = [name for name, _ in modules]
-    found_by = [f"what repeats in the model: {_kinds(modules)}"] if modules else []
+    found_by = [f"repeated modules ({_kinds(modules)})"] if modules else []
     if sum(structure.weights(m) for _, m in modules) < _ENOUGH * structure.weights(structure.model):
-        slices = find_slices(structure, outside=tuple(names))
-        if slices:
-            names += [str(slice_) for slice_ in slices]
-            found_by.append(f"{len(slices)} runs of layers of nn.Sequential")
+        runs = find_runs(structure, outside=names)
+        if runs:
+            names += runs
+            found_by.append(f"runs of layers of nn.Sequential ({len(runs)})")
     if not names:
-        parts = list(structure.outermost_candidates())
+        parts = list(structure.largest_parts())
         names = [name for name, _ in parts]
-        found_by = [f"largest parts: {_kinds(parts)}"] if parts else []
-    if names:
-        return Blocks(tuple(names), "; ".join(found_by))
-    return Blocks((), "nothing in the model that holds several layers", tuple(_single_layers(structure)))
+        found_by = [f"largest parts ({_kinds(parts)})"] if parts else []
+    return Blocks(tuple(names), "; ".join(found_by)) if names else None
 
 
-def _single_layers(structure: Structure) -> Iterator[tuple[str, str]]:
-    for name, module in structure.model.named_children():
-        if structure.weights(module):
-            yield name, f"{type(module).__name__}: recomputing it would save nothing, its input must be kept anyway"
+def _thorough_blocks(model: nn.Module) -> Blocks:
+    structure = Structure(model, thorough=True)
+    found = _structural_blocks(structure)
+    if found:
+        return found
+    single = (name for name, module in model.named_children() if structure.weights(module))
+    return Blocks(
+        (),
+        "no part of the model frees anything between its layers",
+        tuple((name, "recomputing it alone frees nothing") for name in single),
+    )
 
 
 def _kinds(modules: Iterable[tuple[str, nn.Module]]) -> str:
@@ -117,6 +124,7 @@ class Observed:
     order: list[str] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     unfit: dict[str, str] = field(default_factory=dict)
+    _random: object = None
     _inputs: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
     def entered(self, name: str, arguments: Any, *, watch: bool) -> None:
@@ -127,6 +135,7 @@ class Observed:
         tensors = _tensors(arguments)
         if not tensors:
             self.unfit[name] = "takes no tensor"
+        self._random = _host_random_state()
         if watch:
             self._inputs += [(name, t.detach(), t._version) for t in tensors if not t.is_inference()]
 
@@ -134,6 +143,8 @@ class Observed:
         """A block returned."""
         if not any(t.is_floating_point() or t.is_complex() for t in _tensors(output)):
             self.unfit[name] = "returns no floating-point tensor"
+        if self._random != _host_random_state():
+            self.unfit[name] = "draws from Python's or NumPy's random numbers, which a recomputation cannot repeat"
 
     def finish(self) -> None:
         """The forward is over: draw the conclusions and let the inputs go."""
@@ -189,7 +200,8 @@ def _watch(target: Target, observed: Observed) -> list[RemovableHandle]:
 def keep_checkpointable(blocks: Blocks, observed: Observed) -> Blocks:
     """The blocks that one forward showed to be fit for recomputation, in the order of their calls; why others are not.
 
-    Fit is a block that is called exactly once, takes and returns tensors, and whose input nobody changes in place.
+    Fit is a block that is called exactly once, takes and returns tensors, draws random numbers from torch only, and
+    whose input nobody changes in place.
     """
     objections = {name: observed.objection(name) for name in blocks.names}
     kept = sorted((name for name, reason in objections.items() if reason is None), key=observed.order.index)
@@ -200,3 +212,11 @@ def keep_checkpointable(blocks: Blocks, observed: Observed) -> Blocks:
 def _tensors(nest: Any) -> list[torch.Tensor]:
     parts = [leaf.data if isinstance(leaf, PackedSequence) else leaf for _, leaf in leaves(nest)]
     return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _host_random_state() -> object:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    _, keys, *position = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from autofit.candidate import balanced
-from autofit.step.structure import Structure, is_plain_sequential
+from autofit.step.structure import Structure, frees_activations, is_plain_sequential
 
 _SLICE = re.compile(r"^(?P<parent>[^\[\]]*)\[(?P<start>\d+):(?P<stop>\d+)\]$")
-
-# With two layers, what lies between is one tensor, which an activation after a Linear shares with its neighbour.
-_FEWEST_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -40,33 +37,36 @@ class Slice:
         return cls(match["parent"], int(match["start"]), int(match["stop"])) if match else None
 
 
-def find_slices(structure: Structure, *, outside: tuple[str, ...]) -> list[Slice]:
-    """Runs of layers worth recomputing, in the Sequentials of the model that lie in none of the modules `outside`.
+def find_runs(structure: Structure, *, outside: Collection[str]) -> list[str]:
+    """Names of runs of layers worth recomputing, in those Sequentials of the model that lie in no module of `outside`.
 
     A run ends after each pooling, where the tensor that must be kept is smallest, and is at most about √n weights long:
-    with n layers, √n runs of √n layers keep the fewest tensors (Chen et al. 2016, arXiv:1604.06174).
+    with n layers, √n runs of √n layers keep the fewest tensors (Chen et al. 2016, arXiv:1604.06174). A Sequential that
+    is one run goes by its own name.
     """
     chains = list(_chains(structure, structure.model, "", outside))
     total = sum(len(_unit_starts(structure, chain)) for _, chain in chains)
     longest = max(2, math.ceil(math.sqrt(total)))
-    slices = []
-    for name, chain in chains:
-        for start, stop in _runs(structure, chain, longest):
-            if stop - start >= _FEWEST_LAYERS:
-                slices.append(Slice(name, start, stop))
-    if len(slices) == 1 and slices[0].stop - slices[0].start == sum(len(chain) for _, chain in chains):
+    slices = [
+        Slice(name, start, stop)
+        for name, chain in chains
+        for start, stop in _runs(structure, chain, longest)
+        if frees_activations(chain[start:stop])
+    ]
+    lengths = {name: len(chain) for name, chain in chains}
+    if len(slices) == 1 and slices[0].stop - slices[0].start == sum(lengths.values()):
         return []  # recomputing everything at once needs all of the memory again
-    return slices
+    return [s.parent if (s.start, s.stop) == (0, lengths[s.parent]) else str(s) for s in slices]
 
 
 def _chains(
-    structure: Structure, module: nn.Module, name: str, outside: tuple[str, ...]
+    structure: Structure, module: nn.Module, name: str, outside: Collection[str]
 ) -> Iterator[tuple[str, list[nn.Module]]]:
     """The outermost Sequentials whose children hold one weight at most."""
-    if name in outside or not structure.is_heavy(module):
+    if name in outside or not structure.is_worthwhile(module):
         return
     children = list(module.children())
-    if is_plain_sequential(module) and not any(structure.is_heavy(child) for child in children):
+    if is_plain_sequential(module) and not any(structure.is_worthwhile(child) for child in children):
         yield name, list(module._modules.values())  # type: ignore[arg-type]  # children() would skip a repeated one
         return
     for child_name, child in module.named_children():
@@ -74,9 +74,10 @@ def _chains(
 
 
 def _unit_starts(structure: Structure, chain: list[nn.Module]) -> list[int]:
-    """Where a run may begin: at a layer with a weight that does not write over its input."""
-    starts = [i for i, layer in enumerate(chain) if structure.weights(layer) and not _writes_input(layer)]
-    return [0, *starts[1:]]
+    """Where a run may begin: at a layer with a weight, the first also before it, that does not write over its input."""
+    usable = [i for i, layer in enumerate(chain) if not _writes_input(layer)]
+    weighted = [i for i in usable if structure.weights(chain[i])]
+    return [usable[0], *weighted[1:]] if weighted else []
 
 
 def _writes_input(layer: nn.Module) -> bool:
@@ -88,6 +89,8 @@ def _writes_input(layer: nn.Module) -> bool:
 def _runs(structure: Structure, chain: list[nn.Module], longest: int) -> Iterator[tuple[int, int]]:
     """The chain cut after its poolings, and each part into runs of at most `longest` units, as evenly as possible."""
     starts = _unit_starts(structure, chain)
+    if not starts:
+        return
     parts: list[list[int]] = [[]]
     for start, stop in zip(starts, [*starts[1:], len(chain)], strict=True):
         parts[-1].append(start)

@@ -51,17 +51,17 @@ class CheckpointPlan:
     def active(self) -> Iterator[None]:
         """Checkpointing is in force inside, and undone on exit, after an exception too."""
         undo: list[tuple[dict[str, Any], Any]] = []
-        caching = [config for config in self._configs if config.use_cache]
+        caches = [(config, config.use_cache) for config in self._configs]
         try:
             for module, patched in self._patches:
                 undo.append((module.__dict__, module.__dict__.get("forward", _ABSENT)))
                 module.__dict__["forward"] = patched()
-            for config in caching:
+            for config, _ in caches:
                 config.use_cache = False
             yield
         finally:
-            for config in caching:
-                config.use_cache = True
+            for config, use_cache in caches:
+                config.use_cache = use_cache
             for attributes, forward in reversed(undo):
                 if forward is _ABSENT:
                     attributes.pop("forward", None)

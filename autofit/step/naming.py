@@ -100,7 +100,9 @@ def _sliced(modules: dict[str, nn.Module], slice_: Slice) -> Target:
             "Only an nn.Sequential with its own forward can be cut: name whole modules instead."
         )
     if not 0 <= slice_.start < slice_.stop <= len(module):  # type: ignore[arg-type]
-        raise ConfigError(f"The block '{slice_}' reaches outside of its nn.Sequential, which has {len(module)} layers.")  # type: ignore[arg-type]
+        raise ConfigError(
+            f"The block '{slice_}' is empty or outside of its nn.Sequential, which has {len(module)} layers."
+        )  # type: ignore[arg-type]
     return Target(str(slice_), module, slice_)
 
 

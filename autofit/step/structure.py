@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,29 +11,32 @@ from torch.nn.parameter import is_lazy
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
+# What layers keep for backward. All others are taken to keep their input.
+_KEEP_OUTPUT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax)
+_KEEP_NEITHER = (nn.modules.dropout._DropoutNd,)
+_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten)
+
 
 class Structure:
     """The module tree of one model, weighed.
 
     A *weight* is a layer that multiplies: Linear, convolution, attention projection. Norms, biases and embeddings are
-    none. A module is *heavy* when it is made of other modules with at least two weights: recomputing less than that
-    saves next to nothing, since the input of a layer must be kept anyway.
+    none. A module is *worthwhile* as a block when it has two of them, or in a `thorough` search one next to layers that
+    keep activations of their own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, thorough: bool = False) -> None:
         self.model = model
+        self._thorough = thorough
         self._weights: dict[nn.Module, int] = {}
         self._count_weights(model)
-        kinds = Counter(type(module) for module in model.modules() if self.is_candidate(module))
+        inside = (module for module in model.modules() if module is not model)
+        kinds = Counter(type(module) for module in inside if self.is_candidate(module))
         self.repeated = frozenset(kind for kind, count in kinds.items() if count >= 2)
 
     def _count_weights(self, module: nn.Module) -> int:
         if module not in self._weights:
-            own = 0
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                own = sum(is_lazy(p) or p.ndim >= 2 for p in module._parameters.values() if p is not None)
-            self._weights[module] = own  # before the children: a tree with a loop must end too
-            total = own + sum(self._count_weights(child) for child in module.children())
+            total = _own_weights(module) + sum(self._count_weights(child) for child in module.children())
             self._weights[module] = min(total, 1) if is_leaf(module) else total
         return self._weights[module]
 
@@ -41,13 +44,17 @@ class Structure:
         """How many weights lie in the module, all levels."""
         return self._weights[module]
 
-    def is_heavy(self, module: nn.Module) -> bool:
-        """At least two weights, and made of other modules (or a recurrent layer, which keeps a state per step)."""
-        return isinstance(module, nn.RNNBase) or (self.weights(module) >= 2 and not is_leaf(module))
+    def is_worthwhile(self, module: nn.Module) -> bool:
+        """Whether recomputing the module frees activations inside it."""
+        if is_leaf(module):
+            return isinstance(module, nn.RNNBase)  # between its steps
+        if self.weights(module) == 1 and self._thorough:
+            return frees_activations([inner for inner in module.modules() if is_leaf(inner)])
+        return self.weights(module) >= 2
 
     def is_candidate(self, module: nn.Module) -> bool:
-        """Can be a block of its own: heavy, called as a module, and more than a plain list of others."""
-        return type(module) not in CONTAINERS and self.is_heavy(module) and can_be_patched(module)
+        """Can be a block of its own: worthwhile, called as a module, and more than a plain list of others."""
+        return type(module) not in CONTAINERS and can_be_patched(module) and self.is_worthwhile(module)
 
     def repeated_modules(self, parent: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules below `parent` of classes that occur more than once in the model; stages are opened.
@@ -64,10 +71,15 @@ class Structure:
                 yield from inner
 
     def is_stage(self, module: nn.Module) -> bool:
-        """Little more than a list of modules of one repeated class, as `_DenseBlock` or timm's `ConvNeXtStage` are."""
+        """Little more than a list of modules of one repeated class, as `_DenseBlock` or timm's `ConvNeXtStage` are.
+
+        So is one that holds another of its own class, as each level of a U-Net that is built from the inside out does.
+        """
+        if any(type(inner) is type(module) for inner in module.modules() if inner is not module):
+            return True
         parts = [module] if isinstance(module, CONTAINERS) else list(module.children())
-        heavy = [part for part in parts if self.is_heavy(part)]
-        return bool(heavy) and all(isinstance(part, CONTAINERS) and self._only_repeats(part) for part in heavy)
+        large = [part for part in parts if self.is_worthwhile(part)]
+        return bool(large) and all(isinstance(part, CONTAINERS) and self._only_repeats(part) for part in large)
 
     def _only_repeats(self, container: nn.Module) -> bool:
         items = list(container.children())
@@ -75,28 +87,54 @@ class Structure:
             return all(self._only_repeats(item) for item in items)
         return len({type(item) for item in items}) == 1 and type(items[0]) in self.repeated
 
-    def outermost_candidates(self) -> Iterator[tuple[str, nn.Module]]:
-        """The largest parts below the first level at which the model has more than one heavy part."""
+    def largest_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """The candidates among the parts of the model, at the first level that has more than one worthwhile part."""
         parent, prefix = self.model, ""
         while True:
-            heavy = [(name, child) for name, child in parent.named_children() if self.is_heavy(child)]
-            if len(heavy) != 1:
+            parts = [(name, child) for name, child in parent.named_children() if self.is_worthwhile(child)]
+            if len(parts) != 1:
                 break
-            name, parent = heavy[0]
+            name, parent = parts[0]
             prefix += f"{name}."
-        for name, child in heavy:
+        for name, child in parts:
             if self.is_candidate(child):
                 yield prefix + name, child
 
 
+def frees_activations(layers: Sequence[nn.Module]) -> bool:
+    """Whether recomputing these layers in turn frees anything.
+
+    The input of the first must be kept anyway, and the output of the last is the next block's input. So a Linear with a
+    ReLU, which keeps its output, frees nothing, but a Linear with a GELU does.
+    """
+    layers = [layer for layer in layers if not isinstance(layer, _RETURN_INPUT)]
+    return any(_keeps_input(layer) for layer in layers[1:]) or any(_keeps_output(layer) for layer in layers[:-1])
+
+
+def _keeps_input(layer: nn.Module) -> bool:
+    return not _keeps_output(layer) and not isinstance(layer, _KEEP_NEITHER)
+
+
+def _keeps_output(layer: nn.Module) -> bool:
+    return isinstance(layer, _KEEP_OUTPUT) or bool(getattr(layer, "inplace", False))
+
+
 def is_leaf(module: nn.Module) -> bool:
-    """Made of no other modules; the parametrizations of its own parameters do not count."""
-    return all(name == "parametrizations" for name, _ in module.named_children())
+    """One layer: made of no other modules (parametrizations do not count), nor of several weights by hand."""
+    if isinstance(module, CONTAINERS) or any(name != "parametrizations" for name, _ in module.named_children()):
+        return False
+    return type(module).__module__.startswith("torch.nn.") or _own_weights(module) < 2
+
+
+def _own_weights(module: nn.Module) -> int:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return 0
+    return sum(is_lazy(p) or p.ndim >= 2 for p in module._parameters.values() if p is not None)
 
 
 def can_be_patched(module: nn.Module) -> bool:
     """Has a forward of its own that an instance attribute can take the place of."""
-    return type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
@@ -105,9 +143,9 @@ def is_plain_sequential(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, DataParallel and torch.compile: block names start there."""
+    """The user's model inside DistributedDataParallel and torch.compile: block names start there."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
