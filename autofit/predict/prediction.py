@@ -1,0 +1,134 @@
+"""What a prediction says, and how it is read off a trace."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autofit.candidate import Candidate, FrozenModel
+from autofit.memory import Event, fit_threshold, replay
+from autofit.memory.config import MIN_BLOCK
+from autofit.predict.line import SizedTrace
+from autofit.predict.recorder import Phase
+
+TIMELINE_POINTS = 400
+
+
+class Breakdown(FrozenModel):
+    """Bytes in use at the peak by what they are for; `rounding` is what the allocator adds to make blocks of them."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    buffers: int = 0
+    activations: int = 0
+    inputs: int = 0
+    temporary: int = 0
+    workspaces: int = 0
+    rounding: int = 0
+
+
+class TimelinePoint(FrozenModel):
+    """Bytes in use after one event: the largest of the events that the point stands for."""
+
+    event: int
+    allocated_bytes: int
+    phase: Phase
+
+
+class MemoryPrediction(FrozenModel):
+    """What one candidate needs, from a trace without values.
+
+    `peak_allocated_bytes`, `peak_reserved_bytes`: what the allocator's statistics of those names would say.
+    `fit_threshold_bytes`: the smallest cap on the allocator that the step does not run out under. `device_bytes`: the
+    reserved peak and what the process takes outside the allocator. `breakdown`, `phase`, `operator` and `module` are
+    those of the moment with the most bytes in use. `notes` names what the trace could not see.
+    """
+
+    candidate: Candidate
+    device: str
+    source: Literal["predicted"] = "predicted"
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    fit_threshold_bytes: int
+    device_bytes: int
+    context_bytes: int
+    breakdown: Breakdown
+    phase: Phase
+    operator: str
+    module: str
+    timeline: tuple[TimelinePoint, ...]
+    notes: tuple[str, ...] = ()
+
+
+def describe(
+    sized: SizedTrace, *, candidate: Candidate, device: str, context_bytes: int, notes: tuple[str, ...]
+) -> MemoryPrediction:
+    """Replays a trace through the allocator model and says what was in use when it needed most."""
+    events = allocator_events(sized)
+    peaks = replay(events)
+    at, used = _peak(sized)
+    breakdown = _breakdown(sized, at)
+    breakdown["rounding"] = max(peaks.peak_allocated_bytes - sum(breakdown.values()), 0)
+    last = sized.trace.events[at]
+    return MemoryPrediction(
+        candidate=candidate,
+        device=device,
+        peak_allocated_bytes=peaks.peak_allocated_bytes,
+        peak_reserved_bytes=peaks.peak_reserved_bytes,
+        fit_threshold_bytes=fit_threshold(events),
+        device_bytes=peaks.peak_reserved_bytes + context_bytes,
+        context_bytes=context_bytes,
+        breakdown=Breakdown(**breakdown),
+        phase=sized.trace.phases[last],
+        operator=sized.trace.operators[last],
+        module=sized.trace.modules[last],
+        timeline=_timeline(sized, used),
+        notes=(*notes, *sized.trace.notes),
+    )
+
+
+def allocator_events(sized: SizedTrace) -> list[Event]:
+    """The trace as the allocator model takes it; storages without bytes never reach the allocator."""
+    sizes = sized.sizes
+    return [
+        (event, sizes[event]) if event >= 0 else (~event, 0)
+        for event in sized.trace.events
+        if sizes[event if event >= 0 else ~event]
+    ]
+
+
+def _peak(sized: SizedTrace) -> tuple[int, list[int]]:
+    """The event with the most bytes in use, and the bytes in use after each event."""
+    rounded = [-(-size // MIN_BLOCK) * MIN_BLOCK for size in sized.sizes]
+    used, now, at, most = [], 0, 0, 0
+    for index, event in enumerate(sized.trace.events):
+        now += rounded[event] if event >= 0 else -rounded[~event]
+        used.append(now)
+        if now > most:
+            most, at = now, index
+    return at, used
+
+
+def _breakdown(sized: SizedTrace, at: int) -> dict[str, int]:
+    live: set[int] = set()
+    for event in sized.trace.events[: at + 1]:
+        if event >= 0:
+            live.add(event)
+        else:
+            live.discard(~event)
+    result: dict[str, int] = dict.fromkeys(Breakdown.model_fields, 0)
+    for index in live:
+        result[sized.trace.categories[index]] += sized.sizes[index]
+    return result
+
+
+def _timeline(sized: SizedTrace, used: list[int]) -> tuple[TimelinePoint, ...]:
+    events, phases = sized.trace.events, sized.trace.phases
+    width = -(-len(events) // TIMELINE_POINTS)
+    points, phase = [], phases[0] if phases else "setup"
+    for start in range(0, len(events), width):
+        window = range(start, min(start + width, len(events)))
+        highest = max(window, key=used.__getitem__)
+        phase = next((phases[events[i]] for i in range(highest, start - 1, -1) if events[i] >= 0), phase)
+        points.append(TimelinePoint(event=highest, allocated_bytes=used[highest], phase=phase))
+    return tuple(points)

@@ -1,0 +1,227 @@
+"""Births and deaths of storages on the traced device, with the operator and the module that each comes from."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Category = Literal[
+    "weights", "gradients", "optimizer_states", "buffers", "activations", "inputs", "temporary", "workspaces"
+]
+Phase = Literal["setup", "forward", "backward", "optimizer"]
+
+_DEVICE_OF = torch.ops.prim.device.default
+_SCALAR_OF = torch.ops.aten._local_scalar_dense.default
+_FIND_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_OTHERS_SEQUENCE = 2**62  # accumulation nodes are numbered beyond every node of a forward pass
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened to memory, in order.
+
+    `events` holds `index` for the birth of a storage and `~index` for its death. The other lists have one entry per
+    storage: bytes, what it is for, the phase, operator and module it was born in. `marks` names places in `events`.
+    """
+
+    events: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    categories: list[Category] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Names the present place in the events."""
+        self.marks.append((len(self.events), name))
+
+
+class Scratch(Protocol):
+    """Memory that an operator takes beside its results."""
+
+    def lasting(self, operator: Any, phase: Phase) -> Sequence[int]:
+        """Bytes of blocks that the operator takes now and never gives back."""
+
+    def passing(self, operator: Any, args: Sequence[Any], out: Any) -> Sequence[int]:
+        """Bytes of blocks that the operator gives back when it returns."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every storage on `device` that is born under it until it dies.
+
+    Goes above a `FakeTensorMode`. Scalars that are read from fake tensors are answered with a constant.
+    """
+
+    def __init__(self, device: torch.device, *, scratch: Scratch | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase: Callable[[], Phase] = lambda: "setup"
+        self.module = ""
+        self._running: Any = None
+        self._device_type = device.type
+        self._scratch = scratch
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._no_overflow: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ignored: list[torch.UntypedStorage] = []
+        self._ignored_keys: set[int] = set()
+        self._stack: list[str] = []
+        self._sequence: list[int] = []
+        self._sequence_modules: list[str] = []
+        self._recording = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            return args[0].device if type(args[0]) is torch.Tensor else args[0].fake_device
+        if func is _SCALAR_OF:
+            return self._scalar(args[0])
+        self._running = func
+        out = func(*args, **(kwargs or {}))
+        if func is _FIND_OVERFLOW:
+            found = args[1].untyped_storage()
+            self._no_overflow[found._cdata] = weakref.ref(found)
+        if isinstance(out, torch.Tensor):
+            self._see(out, func)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._see(item, func)
+        if self._scratch is not None:
+            self._take_scratch(self._scratch, func, args, out)
+        return out
+
+    @property
+    def operator(self) -> str | None:
+        """The operator that was called last."""
+        return self._running.name() if self._running is not None else None
+
+    def ignore(self, values: Iterable[Any]) -> None:
+        """What is there already and stays outside: the batch that micro-batches are copied from."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._ignored.append(value.untyped_storage())
+                self._ignored_keys.add(value.untyped_storage()._cdata)
+
+    def adopt(self, tensor: Any, category: Category) -> None:
+        """Says what a tensor's storage is for; one that was never seen is born now. Other values are let be."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            self.trace.categories[found[0]] = category
+        elif self._on_device(tensor):
+            index = self._see(tensor, "")
+            if index is not None:
+                self.trace.categories[index] = category
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """A tensor is kept for backward: what was temporary is an activation."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None and self.trace.categories[found[0]] == "temporary":
+            self.trace.categories[found[0]] = "activations"
+
+    def enter_node(self, sequence: int) -> None:
+        """Backward goes through the node that the forward pass created as its `sequence`-th."""
+        if sequence < _OTHERS_SEQUENCE:
+            at = bisect_right(self._sequence, sequence)
+            self.module = self._sequence_modules[at - 1] if at else ""
+
+    @contextmanager
+    def naming(self, model: nn.Module) -> Iterator[None]:
+        """Attributes what happens inside to the submodules of `model` that run."""
+        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(names.get(id(module), type(module).__name__))
+            self._at_module()
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            self._stack.pop()
+            self._at_module()
+
+        handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def closing(self) -> Iterator[Trace]:
+        """Records inside; what dies afterwards is not part of the trace."""
+        try:
+            with self:
+                yield self.trace
+        finally:
+            self._recording = False
+            self._live.clear()
+
+    def _at_module(self) -> None:
+        self.module = self._stack[-1] if self._stack else ""
+        self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._sequence_modules.append(self.module)
+
+    def _on_device(self, tensor: Any) -> bool:
+        return bool(getattr(tensor, "fake_device", tensor.device).type == self._device_type)
+
+    def _see(self, tensor: torch.Tensor, operator: Any) -> int | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._live.get(key)
+        if found is not None:
+            index = found[0]
+            if self.trace.sizes[index] == storage.nbytes():
+                return None
+            self._died(key, index, found[1])  # resized: the old block is given back for a new one
+        elif not self._on_device(tensor) or key in self._ignored_keys:
+            return None
+        index = self._born(storage.nbytes(), operator)
+        self._live[key] = index, weakref.ref(storage, partial(self._died, key, index))
+        return index
+
+    def _born(self, nbytes: int, operator: Any) -> int:
+        trace, phase = self.trace, self.phase()
+        index = len(trace.sizes)
+        recomputed = phase == "backward" and torch.is_grad_enabled()
+        trace.events.append(index)
+        trace.sizes.append(nbytes)
+        trace.categories.append("activations" if recomputed else "temporary")
+        trace.phases.append(phase)
+        trace.operators.append(operator if isinstance(operator, str) else operator.name())
+        trace.modules.append(self.module)
+        return index
+
+    def _died(self, key: int, index: int, reference: Any) -> None:
+        if self._recording and self._live.get(key, (None,))[0] == index:
+            del self._live[key]
+            self.trace.events.append(~index)
+
+    def _take_scratch(self, scratch: Scratch, operator: Any, args: Sequence[Any], out: Any) -> None:
+        for nbytes in scratch.lasting(operator, self.phase()):
+            index = self._born(nbytes, operator)
+            self.trace.categories[index] = "workspaces"
+        taken = [self._born(nbytes, operator) for nbytes in scratch.passing(operator, args, out)]
+        self.trace.events += [~index for index in taken]
+
+    def _scalar(self, tensor: torch.Tensor) -> bool | int | float:
+        """1, so that steps count, masks are full and nothing divides by zero; 0 for whether gradients overflowed."""
+        storage = tensor.untyped_storage()
+        reference = self._no_overflow.get(storage._cdata)
+        if reference is not None and reference() is storage:
+            return 0.0
+        if self._on_device(tensor) and self.phase() in ("forward", "backward"):
+            self.trace.notes[f"a value that {self.module or 'the step'} reads from a tensor was taken to be 1"] = None
+        if tensor.dtype.is_floating_point:
+            return 1.0
+        return True if tensor.dtype == torch.bool else 1

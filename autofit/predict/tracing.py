@@ -1,0 +1,161 @@
+"""A training step on tensors without values: the very `TrainStep` that trains, followed storage by storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from autofit.batch import BatchLayout
+from autofit.batch.nest import leaves
+from autofit.candidate import Candidate
+from autofit.errors import ConfigError
+from autofit.gpus import Capability
+from autofit.loss.forms import Loss
+from autofit.predict.failures import UntraceableError
+from autofit.predict.recorder import Recorder, Trace
+from autofit.predict.scratch import CudaScratch
+from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
+from autofit.predict.target import dispatching_as
+from autofit.predict.walk import PythonEngine, SavedTensors
+from autofit.step.train_step import Part, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is trained, and on which device. `capability` is the compute capability of a CUDA device."""
+
+    model: nn.Module
+    sample_batch: Any
+    layout: BatchLayout
+    optimizer: OptimizerLike
+    device: torch.device
+    capability: Capability
+    step_options: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def following(model: nn.Module, *, device: torch.device, capability: Capability) -> Iterator[tuple[Recorder, Shadow]]:
+    """Inside, `model` has no values and everything that runs is recorded; afterwards it is what it was.
+
+    Raises UntraceableError, from the original error, when something inside needs values or a device.
+    """
+    cuda = device.type == "cuda"
+    recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None)
+    engine = PythonEngine(SavedTensors(recorder.saved), on_node=recorder.enter_node, in_place=cuda)
+    shadow = Shadow(device)
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        stack.enter_context(_explaining(recorder))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(dispatching_as(device, capability))
+        shadow.take_over(model)
+        stack.enter_context(recorder.closing())
+        stack.enter_context(engine.active())
+        stack.enter_context(recorder.naming(model))
+        stack.enter_context(torch.enable_grad())
+        yield recorder, shadow
+
+
+@contextmanager
+def _explaining(recorder: Recorder) -> Iterator[None]:
+    try:
+        yield
+    except (UntraceableError, ConfigError):
+        raise
+    except Exception as error:
+        operator, module = recorder.operator, recorder.module
+        raise UntraceableError(
+            f"The step cannot be traced without values: {operator or 'it'}{f' in {module!r}' if module else ''} failed "
+            f"with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            operator=operator,
+            module=module,
+        ) from error
+
+
+def trace_step(subject: Subject, candidate: Candidate) -> Trace:
+    """Two optimizer steps of `candidate`: one of one micro-batch, which makes the optimizer's state, and a full one.
+
+    Of the full one's micro-batches at most two run, since a third needs what the second needed. Marks: `micro 0` and
+    so on, by the position in the batch, and `optimizer`.
+    """
+    model = subject.model
+    with following(model, device=subject.device, capability=subject.capability) as (recorder, shadow):
+        if not model.training:
+            model.train()
+        parts = min(candidate.accumulation_steps, 2)
+        samples = candidate.micro_batch_size * parts
+        batch = subject.layout.resize(fake_batch(subject.sample_batch, subject.device), samples)
+        recorder.ignore(tensor for _, tensor in leaves(batch))
+        _adopt_model(recorder, model)
+        step = _FollowedStep(
+            model,
+            shadow.optimizer(subject.optimizer, model),
+            candidate.model_copy(update={"accumulation_steps": parts}),
+            device=subject.device,
+            **subject.step_options,
+        )
+        step.follow(recorder)
+        pieces = step.split(batch)
+        with step.activated():
+            for some in (pieces[:1], pieces):
+                _optimizer_step(step, some, recorder)
+        return recorder.trace
+
+
+def _adopt_model(recorder: Recorder, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        recorder.adopt(parameter, "weights")
+    for buffer in model.buffers():
+        recorder.adopt(buffer, "buffers")
+
+
+def _optimizer_step(step: _FollowedStep, pieces: list[Part], recorder: Recorder) -> None:
+    step.zero_grad()
+    losses = []
+    for index, piece in enumerate(pieces):
+        recorder.trace.mark(f"micro {index}")
+        losses.append(step.micro_step(piece))
+    recorder.trace.mark("optimizer")
+    step.optimizer_step()
+    step.zero_grad()
+
+
+class _FollowedStep(TrainStep):
+    """The training step itself; it only tells the recorder what is what."""
+
+    def follow(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._tell_states()
+        recorder.phase = lambda: self.phase
+        loss = self._loss
+
+        def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+            for _, leaf in leaves(batch):
+                recorder.adopt(leaf, "inputs")
+            return loss(model, batch)
+
+        self._loss = cast(Loss, loss_of)
+
+    def micro_step(self, part: Part) -> torch.Tensor:
+        loss = super().micro_step(part)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._recorder.adopt(parameter.grad, "gradients")
+        return loss
+
+    def optimizer_step(self) -> torch.Tensor | None:
+        norm = super().optimizer_step()
+        self._tell_states()
+        return norm
+
+    def _tell_states(self) -> None:
+        for value in tree_leaves(list(self.optimizer.state.values())):
+            if isinstance(value, torch.Tensor):
+                self._recorder.adopt(value, "optimizer_states")
