@@ -41,7 +41,8 @@ class AllocatorConfig:
 
     def __post_init__(self) -> None:
         """Refuses what the real allocator refuses, with a ConfigError."""
-        for name, value in (("max_split_size", self.max_split_size), ("max_non_split", self.max_non_split_rounding)):
+        for name in ("max_split_size", "max_non_split_rounding"):
+            value = getattr(self, name)
             if value is not None and value < self.large_segment_size:
                 raise ConfigError(f"{name} is {value} bytes; it must be at least {self.large_segment_size}.")
         if self.large_segment_size <= MIN_LARGE:
