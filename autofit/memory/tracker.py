@@ -155,27 +155,31 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _count(self, life: _Life, nbytes: int) -> None:
         """Gives a storage room for `nbytes`, none for 0, and then takes its former room back."""
-        block, number = life.block, life.number
-        if self.allocator is not None:
-            if nbytes:
+        former, number = life.block, life.number
+        life.block, life.number = None, 0
+        if nbytes:
+            if self.allocator is not None:
                 try:
                     life.block = self.allocator.malloc(nbytes)
                 except AllocatorOutOfMemoryError as error:
-                    # Kept for the operator that asked: a death that works the queue off has nobody to raise it to.
-                    self._refusal = self._describe(error)
-                    if block is None:
-                        del self._alive[life.key]
+                    self._refuse(life, former, number, error)
                     return
-            if block is not None:
-                self.allocator.free(block)
-        if nbytes:
             self._births += 1
             life.number = self._births
-        if self.log is not None:
-            if nbytes:
+            if self.log is not None:
                 self.log.add(life.number, nbytes, self.operators)
-            if number:
-                self.log.add(number, 0, self.operators)
+        if former is not None and self.allocator is not None:
+            self.allocator.free(former)
+        if number and self.log is not None:
+            self.log.add(number, 0, self.operators)
+
+    def _refuse(self, life: _Life, former: Block | None, number: int, error: AllocatorOutOfMemoryError) -> None:
+        """Leaves a storage as it was; a new one is not counted at all."""
+        # Kept for the operator that asked: a death that happens to work the queue off has nobody to raise it to.
+        self._refusal = self._describe(error)
+        life.block, life.number = former, number
+        if not number:
+            del self._alive[life.key]
 
     def _describe(self, error: AllocatorOutOfMemoryError) -> str:
         """In the words of the CUDA allocator's own message."""
