@@ -63,7 +63,7 @@ class Candidate(FrozenModel):
         epoch, takes as few as keep every part within `micro_batch_size`.
         """
         parts = self.accumulation_steps
-        if -(-samples // parts) != self.micro_batch_size:
+        if parts > samples or -(-samples // parts) != self.micro_batch_size:
             parts = -(-samples // self.micro_batch_size)
         return balanced(samples, parts)
 

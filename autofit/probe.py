@@ -102,6 +102,8 @@ def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
     loss = resolve_loss(**options)
     difference, failure = guarded(lambda: check_weighting(loss, setup.model, setup.layout, batch, weighting))
     setup.recover()
+    if failure is not None and failure.kind == "device_lost":
+        _raise(failure, setup)
     notes = [weighting.describe()]
     if failure is None and difference is not None and difference > SEPARABLE_TOLERANCE:
         notes.append(

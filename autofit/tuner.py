@@ -186,11 +186,9 @@ class _Tuning:
         on_trial: Callable[[Trial], None] | None,
     ) -> Plan:
         self.notes += [self.allowance.note, self.setup.layout.describe()]
-        probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
-        self.notes += probed.notes
-        choices = candidates(self.space, samples=self.setup.samples, info=self.info, blocks=probed.blocks)
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            choices = self._choices()
+            deadline = None if timeout is None else time.monotonic() + timeout
             self.trials = search(
                 choices,
                 partial(run_trial, setup=self.setup, deadline=deadline),
@@ -209,6 +207,12 @@ class _Tuning:
         if best is None:
             self._raise_nothing_fits(choices)
         return self._plan(best)
+
+    def _choices(self) -> list[Candidate]:
+        """The candidates that this model can run on this device; a probe says which."""
+        probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
+        self.notes += probed.notes
+        return candidates(self.space, samples=self.setup.samples, info=self.info, blocks=probed.blocks)
 
     def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
         """Trials are kept as they end, so that a lost device loses none of them."""

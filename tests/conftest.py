@@ -12,6 +12,11 @@ import torch
 from autofit.flags import Flags
 
 
+def pytest_configure() -> None:
+    """One thread: the models are tiny, and threads that wait for each other would take most of the time."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` say why they do not run where there is no GPU."""
     if torch.cuda.is_available():

@@ -49,13 +49,13 @@ def test_every_split_of_a_space_meets_the_target(count: int) -> None:
     assert len({size for size, _ in splits}) == len(splits)
 
 
-@given(samples, samples)
-def test_a_smaller_batch_keeps_the_micro_batch(count: int, other: int) -> None:
-    """The last batch of an epoch is split so that no part is larger than the candidate's micro-batch."""
-    candidate = Candidate(micro_batch_size=8, accumulation_steps=4)
-    sizes = candidate.split(other)
+@given(samples, samples, st.data())
+def test_another_batch_keeps_the_micro_batch(count: int, other: int, data: st.DataObject) -> None:
+    """The last batch of an epoch is split so that no part is empty or larger than the candidate's micro-batch."""
+    size, steps = data.draw(st.sampled_from(SearchSpace().splits(count)))
+    sizes = Candidate(micro_batch_size=size, accumulation_steps=steps).split(other)
     assert sum(sizes) == other
-    assert max(sizes) <= 8
+    assert 1 <= min(sizes) <= max(sizes) <= size
 
 
 def test_a_space_of_512_has_45_micro_batches() -> None:
