@@ -22,10 +22,12 @@ from autofit.candidate import Candidate, SearchSpace
 from autofit.device import DeviceInfo, device_info, resolve_device
 from autofit.distributed import world_size
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError, StepError
+from autofit.foresight import Foresight
 from autofit.memory import Meter, meter_for
 from autofit.optimizers import optimizer_factory
 from autofit.placement import placed
 from autofit.plan import Environment, Plan, Trial, best_trial
+from autofit.predict import Predictor
 from autofit.probe import probe
 from autofit.search import search
 from autofit.snapshot import restored
@@ -103,7 +105,8 @@ def tune(
                 "batch_dims": batch_dims,
             },
         )
-        tuning = _Tuning(setup, info, allowance, space or SearchSpace(), target_batch, seed)
+        foresight = Foresight(_predictor(setup, optimizer), samples=target_batch)
+        tuning = _Tuning(setup, info, allowance, space or SearchSpace(), foresight, target_batch, seed)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
         return tuning.run(
             max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
@@ -151,6 +154,13 @@ def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: 
     )
 
 
+def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
+    """The predictor for the device, on the very model, batch, loss and optimizer; None for devices without a model."""
+    if setup.device.type not in ("cpu", "cuda"):
+        return None
+    return Predictor(setup.model, setup.sample_batch, optimizer=optimizer, device=setup.device, **setup.step_options)
+
+
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
     """Training mode. A model whose root is in training mode already keeps its submodules as they are: some are frozen.
@@ -171,6 +181,7 @@ class _Tuning:
     info: DeviceInfo
     allowance: Budget
     space: SearchSpace
+    foresight: Foresight
     target_batch: int
     seed: int
     trials: list[Trial] = field(default_factory=list)
@@ -191,7 +202,8 @@ class _Tuning:
             deadline = None if timeout is None else time.monotonic() + timeout
             self.trials = search(
                 choices,
-                partial(run_trial, setup=self.setup, deadline=deadline),
+                partial(self._evaluate, deadline=deadline),
+                predict=self.foresight.needed_bytes,
                 cap_bytes=self.allowance.cap_bytes,
                 max_trials=max_trials,
                 timeout=timeout,
@@ -213,6 +225,9 @@ class _Tuning:
         probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
         self.notes += probed.notes
         return candidates(self.space, samples=self.setup.samples, info=self.info, blocks=probed.blocks)
+
+    def _evaluate(self, candidate: Candidate, *, deadline: float | None) -> Trial:
+        return self.foresight.annotate(run_trial(candidate, self.setup, deadline=deadline))
 
     def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
         """Trials are kept as they end, so that a lost device loses none of them."""
@@ -277,7 +292,7 @@ class _Tuning:
             best_number=best.number if best else None,
             trials=tuple(self.trials),
             environment=self._environment(),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.foresight.notes(self.trials)),
         )
 
     def _environment(self) -> Environment:

@@ -40,6 +40,7 @@ LAYERS = {
     "trial": 8,
     "budget": 8.5,  # the parts of tune()
     "space": 8.5,
+    "foresight": 8.5,
     "probe": 8.5,
     "tuner": 9,
     "cli": 10,

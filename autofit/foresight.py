@@ -1,0 +1,69 @@
+"""What tune() knows of a candidate before it tries it: predicted memory, or why there is no prediction."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+
+from autofit.candidate import Candidate
+from autofit.oom import guarded
+from autofit.plan import Trial
+from autofit.predict import MemoryPrediction, Predictor, UntraceableError
+
+logger = logging.getLogger(__name__)
+
+
+class Foresight:
+    """Predictions of one tuning. Where the step cannot be traced it has none, and `notes` say what stopped it.
+
+    `predictor` is None for devices that cannot be predicted.
+    """
+
+    def __init__(self, predictor: Predictor | None, *, samples: int) -> None:
+        self._predictor = predictor
+        self._samples = samples
+        self._known: dict[Candidate, MemoryPrediction | None] = {}
+        self._obstacles: dict[str, None] = {}
+
+    def needed_bytes(self, candidate: Candidate) -> int | None:
+        """The smallest cap under which the candidate should not run out; None where that is unknown."""
+        prediction = self._predict(candidate)
+        return prediction.fit_threshold_bytes if prediction else None
+
+    def annotate(self, trial: Trial) -> Trial:
+        """The trial with the reserved peak that was predicted for it."""
+        prediction = self._predict(trial.candidate)
+        predicted = prediction.peak_reserved_bytes if prediction else None
+        return trial.model_copy(update={"predicted_peak_bytes": predicted})
+
+    def notes(self, trials: Sequence[Trial]) -> tuple[str, ...]:
+        """The error of the predictions over the trials that were measured, and what could not be predicted."""
+        errors = [
+            abs(trial.predicted_peak_bytes / trial.peak_reserved_bytes - 1)
+            for trial in trials
+            if trial.feasible and trial.predicted_peak_bytes and trial.peak_reserved_bytes
+        ]
+        found = [f"Memory could not be predicted and was found by trying: {obstacle}." for obstacle in self._obstacles]
+        if errors:
+            found.append(
+                f"Predicted peaks were off by {statistics.median(errors):.1%} (median) and {max(errors):.1%} (largest) "
+                f"over {len(errors)} measured trials."
+            )
+        return tuple(found)
+
+    def _predict(self, candidate: Candidate) -> MemoryPrediction | None:
+        if self._predictor is None:
+            return None
+        if candidate not in self._known:
+            self._known[candidate] = self._trace(self._predictor, candidate)
+        return self._known[candidate]
+
+    def _trace(self, predictor: Predictor, candidate: Candidate) -> MemoryPrediction | None:
+        """A prediction is a help and never a condition: whatever stops it, trials go on without."""
+        prediction, failure = guarded(lambda: predictor.predict(candidate, samples=self._samples))
+        if failure is not None:
+            known = isinstance(failure.error, UntraceableError)
+            self._obstacles.setdefault(str(failure.error) if known else failure.message)
+            logger.info("no prediction for %s: %s", candidate, failure.message)
+        return prediction
