@@ -39,14 +39,14 @@ def replay(events: Sequence[Event], limit_bytes: int | None = None, config: Allo
 def fit_threshold(events: Sequence[Event], config: AllocatorConfig = DEFAULT_CONFIG) -> int:
     """The cap in bytes under which `events` run through, while under one byte less they do not.
 
-    It lies between the allocated and the reserved peak: an allocator that is out of room gives back what it merely
-    caches and tries again. Giving back early may also happen to pack better, so some cap further down may work again;
-    none below the allocated peak does. With garbage collection the figure is exact to 2 MiB only.
+    It is at most the reserved peak, and usually less: an allocator that is out of room gives back what it merely caches
+    and tries again. Giving back early may happen to pack better, so some cap further down may work again; none that is
+    below the bytes requested at once does. With garbage collection the figure is exact to 2 MiB only.
     """
     by_halves = config.garbage_collection_threshold > 0  # its threshold moves with the cap, so no two caps run alike
     unlimited = CachingAllocator(None, config)
     _run(unlimited, events)
-    fits, fails = unlimited.granted_bytes, unlimited.peak_allocated_bytes - 1
+    fits, fails = unlimited.granted_bytes, -1
     while by_halves and not replay(events, fits, config).fits:
         fits += ROUND_LARGE
     while fits - fails > (ROUND_LARGE if by_halves else 1):

@@ -11,7 +11,7 @@ import torch
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.config import DEFAULT_CONFIG, AllocatorConfig
 from autofit.memory.meter import Meter, Reading, until_exit
-from autofit.memory.tracker import StorageTracker
+from autofit.memory.tracker import StorageTracker, parts_of_sparse
 
 
 class TrackedMeter(Meter):
@@ -53,17 +53,20 @@ class TrackedMeter(Meter):
 
     def allocated_bytes(self) -> int:
         """Bytes of the storages of all tensors that Python knows of."""
+        found: dict[int, int] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            storages = dict(filter(None, map(self._storage, gc.get_objects())))
-        return sum(storages.values())
+            for item in gc.get_objects():
+                # Not isinstance: it would ask proxies for a `__class__` of their own, and run whatever that does.
+                if issubclass(type(item), torch.Tensor):
+                    self._add_storages(item, found)
+        return sum(found.values())
 
-    def _storage(self, item: object) -> tuple[int, int] | None:
-        # Not isinstance: that would ask proxies for a `__class__` of their own, and run whatever they do then.
-        if not issubclass(type(item), torch.Tensor):
-            return None
-        assert isinstance(item, torch.Tensor)
+    def _add_storages(self, tensor: torch.Tensor, found: dict[int, int]) -> None:
         try:
-            storage = item.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # no storage of its own: its parts are found by themselves
-            return None
-        return (storage._cdata, storage.nbytes()) if storage.device.type == self.device.type else None
+            storage = tensor.untyped_storage()
+        except RuntimeError:  # sparse, or a wrapper whose inner tensors are found by themselves
+            for part in parts_of_sparse(tensor):
+                self._add_storages(part, found)
+        else:
+            if storage.device.type == self.device.type:
+                found[storage._cdata] = storage.nbytes()

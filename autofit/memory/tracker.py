@@ -117,7 +117,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
-            return self.resident(_parts_of_sparse(tensor))
+            return self.resident(parts_of_sparse(tensor))
         key = storage._cdata
         life = self._alive.get(key)
         nbytes = storage.nbytes()
@@ -202,7 +202,7 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
         yield from _tensors_in(list(result.values()))
 
 
-def _parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
+def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that a sparse tensor consists of; none for a layout that keeps them to itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
