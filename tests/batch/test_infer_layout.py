@@ -70,6 +70,7 @@ LISTS_OF_SAMPLES = {
     "detection, stacked images": ((torch.rand(2, 3, 8, 8), boxes(1, 4)), 2, {"0": 0, "1": "list"}),
     "ragged lengths": (([torch.rand(3), torch.rand(5), torch.rand(4)], torch.rand(3)), 3, {"0": "list", "1": 0}),
     "ragged in a dict": ({"x": [torch.rand(3), torch.rand(5)], "y": torch.rand(2)}, 2, {"x": "list", "y": 0}),
+    "ragged lists in a list of views": ([{"v": [x[0], y]}, {"v": [y, x[0]]}], 2, {"0.v": "list", "1.v": "list"}),
     "two ragged lists": (
         ([torch.rand(2), torch.rand(3)], [torch.rand(4), torch.rand(5)]),
         2,
@@ -150,6 +151,8 @@ REFUSED = {
     "images that only differ in size": ((images(2), torch.arange(2)), None, ["0.0 (3, 8, 7)", "={'0': 'list'}"]),
     "three images of three channels": ((images(3), boxes(3, 3, 3)), None, ["2 ways", "'1': 'list'"]),
     "one ragged list, nothing beside it": (([torch.rand(2), torch.rand(3)], 1), None, ["0.0 (2,), 0.1 (3,)"]),
+    "ragged tuple": (((torch.rand(2), torch.rand(3)), torch.rand(2)), None, ["0.0 (2,), 0.1 (3,), 1 (2,)"]),
+    "different keys": (([{"a": torch.rand(3)}, {"b": torch.rand(4)}], torch.rand(2)), None, ["0.0.a (3,), 0.1.b (4,)"]),
     "nothing to split": (("a", {"b": 1}), None, ["nothing to split", "tuple"]),
     "numbers only": (torch.tensor(1.0), None, ["nothing to split"]),
     "no samples": ((torch.rand(0, 5), torch.rand(0)), None, ["no samples", "0 (0, 5)"]),

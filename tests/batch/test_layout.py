@@ -288,6 +288,14 @@ def test_a_layout_knows_its_structure(batch: Any, expected: bool) -> None:
     assert infer_layout(BASE).matches(batch) is expected
 
 
+def test_what_batch_dims_pass_whole_matches_whatever_it_is() -> None:
+    """Also where nothing else is in its container."""
+    batch = (x, {"positions": torch.rand(1, 5)})
+    layout = infer_layout(batch, batch_dims={"1.positions": None})
+    assert layout.matches(batch)
+    assert layout.matches((x, {"positions": None}))
+
+
 def test_lists_of_samples_match_whatever_their_length() -> None:
     """The last batch of an epoch may have fewer images; a tensor in their place is another structure."""
     batch = ([torch.rand(3), torch.rand(4)], torch.arange(2))

@@ -25,6 +25,7 @@ model = nn.Linear(4, 3)
 x = torch.randn(7, 4)
 ignored = torch.tensor([0, -100, -100, 2, 1, -100, 1])
 classes = ignored.where(ignored >= 0, 2)
+probabilities = torch.cat([torch.eye(3), torch.rand(4, 3).softmax(1)])
 class_weights = torch.tensor([0.2, 1.0, 3.0])
 log_model = nn.Sequential(model, nn.LogSoftmax(1))
 
@@ -60,7 +61,7 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
         {"loss_fn": nn.CrossEntropyLoss(weight=class_weights, label_smoothing=0.2)},
     ),
     "cross-entropy, probabilities": (
-        torch.eye(3)[classes],
+        probabilities,
         {"loss_fn": nn.CrossEntropyLoss(weight=class_weights)},
     ),
     "nll": (ignored, {"loss_fn": nn.NLLLoss(weight=class_weights), "own": log_model}),
@@ -170,6 +171,23 @@ def test_the_weighting_says_what_it_is_and_why(options: dict[str, Any], kind: st
     weighting = resolve_weighting((x, classes), **options)
     assert weighting.kind == kind
     assert re.search(said, weighting.describe())
+
+
+OWN: dict[str, tuple[Any, str]] = {
+    "token labels": ({"labels": torch.ones(2, 3, dtype=torch.long)}, "weight"),
+    "class labels": ({"labels": torch.ones(2, dtype=torch.long)}, "samples"),
+    "float labels": ({"labels": torch.rand(2, 3)}, "samples"),
+    "list of labels": ({"labels": [{"boxes": x}]}, "samples"),
+    "no labels": ({"x": x}, "samples"),
+    "input alone": (x, "samples"),
+    "detection": (([x], [{"boxes": x}]), "samples"),
+}
+
+
+@pytest.mark.parametrize(("batch", "kind"), OWN.values(), ids=OWN)
+def test_losses_of_the_model_s_own_count_token_labels(batch: Any, kind: str) -> None:
+    """Integer labels of two dims and more are counted; everything else is taken for a mean over samples."""
+    assert resolve_weighting(batch).kind == kind
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
