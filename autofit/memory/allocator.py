@@ -1,7 +1,7 @@
 """A model of PyTorch's CUDA caching allocator: told requests and frees, it says where blocks go and what is reserved.
 
 Source of the rules: `c10/cuda/CUDACachingAllocator.cpp`, torch 2.5 to 2.14; in the default configuration they are the
-same throughout. The letters in the comments are the order in which the real allocator goes through its remedies.
+same throughout. The letters in `_obtain` are the order in which it tries its remedies.
 """
 
 from __future__ import annotations
@@ -60,13 +60,17 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.retries = 0
-        # What a limit would have to be for the same run: at least the first, below the second.
+        # Under every limit from the first up to below the second the run would have been the same.
         self.granted_bytes = 0
         self.refused_bytes: int | None = None
         self._collects = limit_bytes is not None and config.garbage_collection_threshold > 0
-        self._rounds = any(divisions > 1 for divisions in config.roundup_power2_divisions)
-        self._searches_by_size = not (self._collects or config.expandable_segments or config.max_split_size)
-        self._plain = self._searches_by_size and not self._rounds
+        # Whether sizes are multiples of 512 B and the search is by size alone, so that `malloc` can do both in place.
+        self._plain = not (
+            self._collects
+            or config.expandable_segments
+            or config.max_split_size
+            or any(divisions > 1 for divisions in config.roundup_power2_divisions)
+        )
         self._small = Pools(small=True, config=config)
         self._large = Pools(small=False, config=config)
         self._expandable = (

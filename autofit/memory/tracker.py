@@ -113,35 +113,40 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _see(self, tensor: Tensor) -> None:
         if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            return self.resident(getattr(tensor, name) for name in names)
+            self.resident(getattr(tensor, name) for name in names)
+            return
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
-            return self.resident(parts_of_sparse(tensor))
+            self.resident(parts_of_sparse(tensor))
+            return
         key = storage._cdata
         life = self._alive.get(key)
         nbytes = storage.nbytes()
         if life is None:
             if nbytes == 0 or not self._on_device(tensor):
-                return None
+                return
             life = self._alive[key] = _Life(storage, self._died)
             life.key = key
             life.block = None
             life.number = 0
         elif life.nbytes == nbytes:
-            return None
+            return
         life.nbytes = nbytes
         self._pending.append((life, nbytes))
         self._settle()
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
             raise torch.OutOfMemoryError(refusal)
-        return None
 
     def _died(self, life: _Life) -> None:
-        self._alive.pop(life.key, None)
+        self._forget(life)
         self._pending.append((life, 0))
         self._settle()
+
+    def _forget(self, life: _Life) -> None:
+        if self._alive.get(life.key) is life:
+            del self._alive[life.key]
 
     def _settle(self) -> None:
         """Works the queue off, unless that is being done already further up or in another thread."""
@@ -179,7 +184,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._refusal = self._describe(error)
         life.block, life.number = former, number
         if not number:
-            del self._alive[life.key]
+            self._forget(life)
 
     def _describe(self, error: AllocatorOutOfMemoryError) -> str:
         """In the words of the CUDA allocator's own message."""
