@@ -65,9 +65,9 @@ def _marked_blocks(structure: Structure) -> Blocks | None:
             found += structure.repeated_modules(module, prefix=inside)
         elif can_be_patched(module):
             found.append((name, module))
-    return (
-        Blocks(tuple(name for name, _ in found), f"layers that transformers marks ({_kinds(found)})") if found else None
-    )
+    if not any(structure.is_worthwhile(module) for _, module in found):
+        return None  # nothing is marked, or only single convolutions, as in transformers' ResNet
+    return Blocks(tuple(name for name, _ in found), f"layers that transformers marks ({_kinds(found)})")
 
 
 def _marked_classes(model: nn.Module) -> set[type[nn.Module]]:

@@ -99,10 +99,9 @@ def _sliced(modules: dict[str, nn.Module], slice_: Slice) -> Target:
             f"The block '{slice_}' is a run of layers of {slice_.parent!r}, which is a {type(module).__name__}. "
             "Only an nn.Sequential with its own forward can be cut: name whole modules instead."
         )
-    if not 0 <= slice_.start < slice_.stop <= len(module):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"The block '{slice_}' is empty or outside of its nn.Sequential, which has {len(module)} layers."
-        )  # type: ignore[arg-type]
+    layers = len(module._modules)
+    if not 0 <= slice_.start < slice_.stop <= layers:
+        raise ConfigError(f"The block '{slice_}' is empty or outside of its nn.Sequential, which has {layers} layers.")
     return Target(str(slice_), module, slice_)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -77,15 +77,19 @@ class Structure:
         """
         if any(type(inner) is type(module) for inner in module.modules() if inner is not module):
             return True
-        parts = [module] if isinstance(module, CONTAINERS) else list(module.children())
-        large = [part for part in parts if self.is_worthwhile(part)]
-        return bool(large) and all(isinstance(part, CONTAINERS) and self._only_repeats(part) for part in large)
+        if self._only_repeats(module.children()):
+            return True
+        large = [child for child in module.children() if self.is_worthwhile(child)]
+        lists = [child for child in large if isinstance(child, CONTAINERS) and self._only_repeats(child.children())]
+        # What lies in a Sequential runs one after the other; a list beside something else may be experts of a mixture.
+        sequences = sum(self.weights(child) for child in lists if is_plain_sequential(child))
+        return bool(lists) and (len(lists) == len(large) or sequences > self.weights(module) / 2)
 
-    def _only_repeats(self, container: nn.Module) -> bool:
-        items = list(container.children())
-        if all(type(item) in CONTAINERS for item in items):
-            return all(self._only_repeats(item) for item in items)
-        return len({type(item) for item in items}) == 1 and type(items[0]) in self.repeated
+    def _only_repeats(self, modules: Iterable[nn.Module]) -> bool:
+        modules = list(modules)
+        if modules and all(type(module) in CONTAINERS for module in modules):
+            return all(self._only_repeats(module.children()) for module in modules)
+        return len({type(module) for module in modules}) == 1 and type(modules[0]) in self.repeated
 
     def largest_parts(self) -> Iterator[tuple[str, nn.Module]]:
         """The candidates among the parts of the model, at the first level that has more than one worthwhile part."""
@@ -129,7 +133,9 @@ def is_leaf(module: nn.Module) -> bool:
 def _own_weights(module: nn.Module) -> int:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return 0
-    return sum(is_lazy(p) or p.ndim >= 2 for p in module._parameters.values() if p is not None)
+    return sum(
+        is_lazy(p) or sum(size > 1 for size in p.shape) >= 2 for p in module._parameters.values() if p is not None
+    )
 
 
 def can_be_patched(module: nn.Module) -> bool:

@@ -138,11 +138,11 @@ class Residual(nn.Module):
 
 
 class Stage(nn.Module):
-    """A list of blocks and a change of width, as in many vision models."""
+    """Blocks in sequence and a change of width, as in many vision models."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, downsample: nn.Module | None = None) -> None:
         super().__init__()
-        self.downsample = nn.Linear(4, 4)
+        self.downsample = downsample or linear()
         self.blocks = nn.Sequential(*(Residual() for _ in range(depth)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,6 +235,14 @@ STRUCTURES = {
         lambda: Parts(stem=linear(), stages=nn.ModuleList([Stage(1), Stage(2)])),
         ("stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1"),
     ),
+    "stages with a large change of width": (
+        lambda: Parts(stages=nn.ModuleList([Stage(2, Decoder(a=linear(), b=linear())), Stage(2)])),
+        ("stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"),
+    ),
+    "stages of blocks as attributes": (
+        lambda: Parts(s1=Encoder(b1=Residual(), b2=Residual()), s2=Encoder(b1=Residual(), b2=Residual())),
+        ("s1.b1", "s1.b2", "s2.b1", "s2.b2"),
+    ),
     "a block's own list is part of it": (
         lambda: Parts(layers=nn.ModuleList(Mixture() for _ in range(2))),
         ("layers.0", "layers.1"),
@@ -306,6 +314,7 @@ def test_layers_that_transformers_marks():
         t5 = transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
         )
+        resnet = transformers.ResNetModel(transformers.ResNetConfig(depths=[1, 2], hidden_sizes=[8, 16]))
         swin = transformers.SwinModel(transformers.SwinConfig(embed_dim=8, depths=[1, 2], num_heads=[2, 2]))
     found = discover_blocks(bert)
     assert found.names == ("encoder.layer.0", "encoder.layer.1", "encoder.layer.2")
@@ -313,6 +322,7 @@ def test_layers_that_transformers_marks():
     assert discover_blocks(gpt).names == ("transformer.h.0", "transformer.h.1")
     assert discover_blocks(t5).names == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
     assert kinds(swin, discover_blocks(swin)) == {"SwinLayer": 3}
+    assert kinds(resnet, discover_blocks(resnet)) == {"ResNetBottleNeckLayer": 3}  # marked are its single convolutions
 
 
 def test_layers_declared_unsplittable():
