@@ -51,7 +51,8 @@ def search(
     """
     _check(space, max_trials=max_trials, timeout=timeout)
     lines = Space(space)
-    strategy = Strategy(lines, Fit(lines, cap_bytes=cap_bytes, predict=predict))
+    fit = Fit(lines, cap_bytes=cap_bytes, predict=predict)
+    strategy = Strategy(lines, fit)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     report = on_trial or _say_nothing
     with open_ledger(storage=storage, study_name=study_name, seed=seed, cap_bytes=cap_bytes, space=space) as ledger:
@@ -59,13 +60,13 @@ def search(
             if time.monotonic() >= deadline:
                 _logger.info("the search ends after %g seconds", timeout)
                 break
-            candidate = strategy.propose(_evidence(lines, entries))
+            candidate = strategy.propose(_evidence(lines, entries, cap_bytes))
             if candidate is None:
                 break
             trial = _try(candidate, evaluate, ledger, cap_bytes=cap_bytes)
             if trial is not None:
                 report(trial)
-        for candidate, needed in strategy.unfit(_evidence(lines, _of_space(ledger, lines))):
+        for candidate, needed in fit.first_beyond(_evidence(lines, _of_space(ledger, lines), cap_bytes)):
             trial = ledger.record(_predicted_not_to_fit(candidate, needed))
             if trial is not None:
                 report(trial)
@@ -123,13 +124,12 @@ def _trials_run(entries: Sequence[Entry]) -> int:
     return sum(entry.running or (entry.trial is not None and was_run(entry.trial)) for entry in entries)
 
 
-def _evidence(lines: Space, entries: Sequence[Entry]) -> Evidence:
+def _evidence(lines: Space, entries: Sequence[Entry], cap_bytes: int | None) -> Evidence:
     deaths = Counter(entry.candidate for entry in entries if entry.died)
     taken = [entry.candidate for entry in entries if entry.running]
     taken += [candidate for candidate, count in deaths.items() if count >= DEATHS]
-    return Evidence.of(
-        lines, [(entry.candidate, entry.trial) for entry in entries if entry.trial is not None], taken=taken
-    )
+    tried = [(entry.candidate, entry.trial) for entry in entries if entry.trial is not None]
+    return Evidence(lines, tried, cap_bytes=cap_bytes, taken=taken)
 
 
 def _say_nothing(trial: Trial) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from autofit.candidate import Candidate
 from autofit.plan import Trial
-from autofit.search.lines import Space
+from autofit.search.lines import Line, Space
 
 # A line on which this many candidates did not run, and none did, is given up: what is wrong is not the split.
 STRIKES = 2
+# Above this share of the cap the allocator may have to free and ask again, which takes time.
+CROWDED_SHARE = 0.95
 
 
 @dataclass
 class LineEvidence:
-    """Findings on one line, by index: peaks of what fitted, seconds per sample, bytes reached by what did not fit."""
+    """Findings on one line, by index: peaks and seconds per sample of what fitted, bytes reached by what did not.
+
+    `crowded` ran so near the cap that the time may be the allocator's; `broken` did not run, for another reason than
+    memory; `taken` is not to be tried (again).
+    """
 
     peaks: dict[int, int | None] = field(default_factory=dict)
     costs: dict[int, float] = field(default_factory=dict)
+    crowded: set[int] = field(default_factory=set)
     failed: dict[int, int | None] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
@@ -42,55 +49,66 @@ class LineEvidence:
         return len(self.broken) >= STRIKES and not self.costs
 
 
-@dataclass
 class Evidence:
-    """Findings on all lines."""
+    """Findings on all lines: `evidence[line]` is empty for a line on which nothing was tried."""
 
-    lines: tuple[LineEvidence, ...]
-
-    @classmethod
-    def of(
-        cls, space: Space, tried: Iterable[tuple[Candidate, Trial]], *, taken: Collection[Candidate] = ()
-    ) -> Evidence:
+    def __init__(
+        self,
+        space: Space,
+        tried: Iterable[tuple[Candidate, Trial]],
+        *,
+        cap_bytes: int | None = None,
+        taken: Collection[Candidate] = (),
+    ) -> None:
         """Sorts what was `tried` into the lines of `space`; `taken` candidates are in other hands and say nothing."""
-        evidence = cls(tuple(LineEvidence() for _ in space.lines))
+        self._space = space
+        self._lines: dict[int, LineEvidence] = {}
         for candidate in taken:
-            position = space.find(candidate)
-            if position:
-                evidence.lines[position.line].taken.add(position.index)
+            if position := space.find(candidate):
+                self._lines.setdefault(position.line, LineEvidence()).taken.add(position.index)
         for candidate, trial in tried:
-            position = space.find(candidate)
-            if position:
-                _note(evidence.lines[position.line], position.index, trial)
-        return evidence
+            if position := space.find(candidate):
+                own = self._lines.setdefault(position.line, LineEvidence())
+                _note(own, position.index, trial, cap_bytes=cap_bytes)
+
+    def __getitem__(self, line: Line) -> LineEvidence:
+        return self._lines.get(line.number) or LineEvidence()
+
+    def touched(self) -> Iterator[tuple[Line, LineEvidence]]:
+        """The lines on which something was tried, in the order of the space."""
+        for number in sorted(self._lines):
+            yield self._space.lines[number], self._lines[number]
 
     @property
     def best_cost(self) -> float | None:
         """Seconds per sample of the fastest candidate; None when nothing ran."""
-        return min((cost for line in self.lines for cost in line.costs.values()), default=None)
+        return min((cost for own in self._lines.values() for cost in own.costs.values()), default=None)
 
     @property
-    def nothing_tried(self) -> bool:
-        """Whether no candidate has been run yet."""
-        return not any(line.peaks or line.failed or line.broken for line in self.lines)
+    def nothing_ran(self) -> bool:
+        """Whether no candidate was run yet, successfully or not."""
+        return not any(own.peaks or own.failed or own.broken for own in self._lines.values())
 
 
 def was_run(trial: Trial) -> bool:
     """Whether the trial was run, and not only recorded as predicted not to fit."""
-    predicted_only = trial.outcome == "over_budget" and trial.peak_reserved_bytes is None
-    return not predicted_only and trial.outcome not in ("predicted", "not_run")
+    only_predicted = trial.outcome == "over_budget" and trial.peak_reserved_bytes is None
+    return not only_predicted and trial.outcome not in ("predicted", "not_run")
 
 
-def _note(line: LineEvidence, index: int, trial: Trial) -> None:
-    line.taken.add(index)
+def _note(own: LineEvidence, index: int, trial: Trial, *, cap_bytes: int | None) -> None:
+    own.taken.add(index)
+    peak = trial.peak_reserved_bytes
     if not was_run(trial):
         return
     if trial.outcome in ("out_of_memory", "over_budget"):
-        line.failed[index] = trial.peak_reserved_bytes
-    elif trial.feasible and trial.samples_per_second:
-        line.peaks[index] = trial.peak_reserved_bytes
-        line.costs[index] = 1 / trial.samples_per_second
+        own.failed[index] = peak
     elif trial.outcome == "slower":
-        line.peaks[index] = trial.peak_reserved_bytes
+        own.peaks[index] = peak
+    elif trial.feasible and trial.samples_per_second:
+        own.peaks[index] = peak
+        own.costs[index] = 1 / trial.samples_per_second
+        if trial.alloc_retries or (cap_bytes and peak and peak > CROWDED_SHARE * cap_bytes):
+            own.crowded.add(index)
     else:
-        line.broken.add(index)
+        own.broken.add(index)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ _NO_CHECKPOINTING = Checkpointing()
 _PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float16", "tf32", "float32")
 
 Key = tuple[Any, ...]
+Split = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class Line:
 
     number: int
     candidates: tuple[Candidate, ...]
+    splits: tuple[Split, ...]
     sizes: tuple[int, ...]
     steps: tuple[float, ...]
 
@@ -52,35 +55,39 @@ class Space:
     """All candidates, each once, sorted into lines; the lines that are likely to be fastest come first."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        groups: dict[Key, dict[tuple[int, int], Candidate]] = {}
+        groups: dict[Key, dict[Split, Candidate]] = {}
         for candidate in candidates:
-            split = (candidate.micro_batch_size, -candidate.accumulation_steps)
-            groups.setdefault(_key(candidate), {}).setdefault(split, candidate)
+            groups.setdefault(_key(candidate), {}).setdefault(_split(candidate), candidate)
         samples = _common_batch(split for group in groups.values() for split in group)
-        self._keys = sorted(groups, key=lambda key: _promise(next(iter(groups[key].values()))))
-        self.lines = tuple(_line(number, groups[key], samples) for number, key in enumerate(self._keys))
-
-    @cached_property
-    def _positions(self) -> dict[tuple[Key, int, int], Position]:
-        return {
-            (key, candidate.micro_batch_size, candidate.accumulation_steps): Position(line.number, index)
-            for key, line in zip(self._keys, self.lines, strict=True)
-            for index, candidate in enumerate(line.candidates)
-        }
+        keys = sorted(groups, key=lambda key: _promise(next(iter(groups[key].values()))))
+        self._numbers = {key: number for number, key in enumerate(keys)}
+        self.lines = tuple(_line(number, groups[key], samples) for key, number in self._numbers.items())
 
     def find(self, candidate: Candidate) -> Position | None:
         """Where `candidate` lies, None when it is not in the space."""
-        return self._positions.get((_key(candidate), candidate.micro_batch_size, candidate.accumulation_steps))
+        number = self._numbers.get(_key(candidate))
+        if number is None:
+            return None
+        index = bisect_left(self.lines[number].splits, _split(candidate))
+        found = index < len(self.lines[number].splits) and self.lines[number].splits[index] == _split(candidate)
+        return Position(number, index) if found else None
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Line, ...], ...]:
+        """The lines by precision and whether they recompute: alike in speed as long as nothing else is known."""
+        kinds: dict[Key, list[Line]] = {}
+        for line in self.lines:
+            kinds.setdefault((line.candidates[0].precision, line.recomputes), []).append(line)
+        return tuple(tuple(lines) for lines in kinds.values())
 
     @cached_property
     def twins(self) -> tuple[Line | None, ...]:
         """For each line that recomputes: the line that is the same without recomputation, if the space has it."""
-        by_key = dict(zip(self._keys, self.lines, strict=True))
+        plain = [line.candidates[0].model_copy(update={"checkpointing": _NO_CHECKPOINTING}) for line in self.lines]
+        numbers = [self._numbers.get(_key(candidate)) for candidate in plain]
         return tuple(
-            by_key.get(_key(line.candidates[0].model_copy(update={"checkpointing": _NO_CHECKPOINTING})))
-            if line.recomputes
-            else None
-            for line in self.lines
+            self.lines[number] if number is not None and number != line.number else None
+            for line, number in zip(self.lines, numbers, strict=True)
         )
 
 
@@ -88,22 +95,28 @@ def _key(candidate: Candidate) -> Key:
     return tuple([getattr(candidate, name) for name in _RIGID])
 
 
+def _split(candidate: Candidate) -> Split:
+    """(micro-batch, minus the steps): sorts by memory, and of equal memory the one with the fewest steps last."""
+    return candidate.micro_batch_size, -candidate.accumulation_steps
+
+
 def _promise(candidate: Candidate) -> tuple[bool, int]:
     """Sorts likely fast lines to the front: no recomputation, then tensor cores, the milder change first."""
     return candidate.checkpointing.mode != "none", _PRECISIONS.index(candidate.precision)
 
 
-def _line(number: int, group: dict[tuple[int, int], Candidate], samples: int | None) -> Line:
-    splits = sorted(group)
+def _line(number: int, group: dict[Split, Candidate], samples: int | None) -> Line:
+    splits = tuple(sorted(group))
     return Line(
         number=number,
         candidates=tuple(group[split] for split in splits),
+        splits=splits,
         sizes=tuple(size for size, _ in splits),
-        steps=tuple(-steps / samples if samples else 1 / size for size, steps in splits),
+        steps=tuple(-negative_steps / samples if samples else 1 / size for size, negative_steps in splits),
     )
 
 
-def _common_batch(splits: Iterable[tuple[int, int]]) -> int | None:
+def _common_batch(splits: Iterable[Split]) -> int | None:
     """The samples per optimizer step that all splits share; None when there is no such number.
 
     A balanced split of n samples in a steps has ceil(n / a) as its largest part, so (m - 1)·a < n ≤ m·a.
@@ -114,8 +127,3 @@ def _common_batch(splits: Iterable[tuple[int, int]]) -> int | None:
         lowest = max(lowest, (size - 1) * steps + 1)
         highest = size * steps if highest is None else min(highest, size * steps)
     return highest if highest is not None and lowest <= highest else None
-
-
-def nearest(line: Line, free: Sequence[int], size: float) -> int:
-    """The index of `free` (not empty) whose micro-batch is nearest to `size` in ratio."""
-    return min(free, key=lambda index: max(line.sizes[index] / size, size / line.sizes[index]))

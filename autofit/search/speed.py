@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from autofit.search.evidence import Evidence
+from autofit.search.evidence import Evidence, LineEvidence
 from autofit.search.lines import Line, Space
 
 # How much faster than its estimate a candidate may turn out, per doubling between it and the nearest measured one.
@@ -20,8 +20,18 @@ SURPRISE_PER_OCTAVE = 0.008
 SURPRISE_TRANSFERRED = 0.03
 # A line that was never tried may be this much faster than the best: low enough that each is tried once.
 UNOPENED = 0.80
-# Smaller micro-batches than any measured, while no line has shown how speed depends on the split.
-UNEXPLORED = 0.85
+# How much faster far smaller micro-batches may be, while nothing has shown how speed depends on the split.
+UNEXPLORED_GAIN = 0.15
+# What a candidate may gain over a larger one that ran so near the limit that the allocator had to work.
+ROOM_GAIN = 0.05
+# Points this many doublings apart show how speed depends on the split; nearer ones show little but noise.
+SHAPE_OCTAVES = 2.0
+# Points nearer than this differ by noise and tidiness, not by shape: the fastest stands for them.
+SAME_PLACE_OCTAVES = 0.5
+# A micro-batch divisible by 8 may be this much faster than others around it: matrix units work in tiles.
+TIDY_GAIN = 0.04
+# How far a saturating curve may run below the straight line between two points, as a share of the rise.
+SATURATION = 0.5
 # Further improvement that a falling curve may promise beyond its last point.
 MOST_EXTRAPOLATED_GAIN = 0.30
 # Recomputing costs at least this factor, until a measurement says how much; then nearly what was measured.
@@ -33,11 +43,15 @@ UNOPENED_RECOMPUTING = 0.90
 
 @dataclass(frozen=True)
 class Point:
-    """A measured split: micro-batch, micro-steps per sample, seconds per sample."""
+    """A measured split: micro-batch, micro-steps per sample, seconds per sample.
+
+    `crowded`: measured so near the limit that the allocator may have been what took the time.
+    """
 
     size: int
     steps: float
     cost: float
+    crowded: bool
 
 
 class Speed:
@@ -45,46 +59,68 @@ class Speed:
 
     def __init__(self, space: Space, evidence: Evidence) -> None:
         self._space = space
-        self._curves = tuple(_curve(line, evidence) for line in space.lines)
+        self._evidence = evidence
+        self._curves = {line.number: curve for line, own in evidence.touched() if (curve := _curve(line, own))}
         self._best = evidence.best_cost
 
     def floor(self, line: Line, index: int) -> float:
         """The fewest seconds per sample that the unmeasured candidate at `index` can plausibly take."""
-        return self._floor(line, line.sizes[index], line.steps[index])
+        size = line.sizes[index]
+        return self._floor(line, size, line.steps[index]) * (1 - self._bonus(line, size))
+
+    def _bonus(self, line: Line, size: int) -> float:
+        """What a tidy size, or one with room, may gain over its neighbours while none like it has been measured."""
+        own = self._evidence[line]
+        near = [(line.sizes[i], i in own.crowded) for i in own.costs if _octaves(size, line.sizes[i]) <= 1]
+        bonus = 0.0
+        if near and is_tidy(size) and not any(is_tidy(other) for other, _ in near):
+            bonus += TIDY_GAIN
+        if near and all(crowded and other > size for other, crowded in near):
+            bonus += ROOM_GAIN
+        return bonus
 
     def _floor(self, line: Line, size: int, steps: float) -> float:
-        curve = self._curves[line.number]
-        if not curve:
+        curve = self._curves.get(line.number)
+        if curve is None:
             return self._unopened(line, size, steps)
-        distance = min(abs(math.log2(size / point.size)) for point in curve)
+        distance = min(_octaves(size, point.size) for point in curve)
         surprise = 1 - min(0.5, SURPRISE_PER_OCTAVE * distance)
-        if len(curve) == 1:
-            return self._from_one(line, curve[0], size, steps) * surprise
-        return _estimate(curve, size, steps) * surprise
+        if size > curve[-1].size and len(curve) == 1:
+            return self._beyond_one(line, curve[0], size, steps) * surprise
+        if size < curve[0].size and not _shows_shape(line, curve):
+            return self._below_one(line, min(curve, key=lambda point: point.cost), size, steps) * surprise
+        return _optimistic(curve, size, steps) * surprise
 
-    def _from_one(self, line: Line, known: Point, size: int, steps: float) -> float:
-        """From a single point: by the shape of the line that shows one best, else by the widest bounds."""
+    def _beyond_one(self, line: Line, known: Point, size: int, steps: float) -> float:
+        """Larger than the only point: as another line behaves, else as if all its time were overhead per step."""
         all_overhead = known.cost * steps / known.steps
-        reference = self._reference(line)
-        if reference is None:
-            return all_overhead if size > known.size else known.cost * UNEXPLORED
-        here, there = _estimate(reference, size, steps), _estimate(reference, known.size, known.steps)
-        estimate = min(known.cost * here / there, known.cost + here - there) * (1 - SURPRISE_TRANSFERRED)
-        return max(estimate, all_overhead) if size > known.size else estimate
+        return max(all_overhead, self._transferred(line, known, size, steps) or 0.0)
 
-    def _reference(self, line: Line) -> tuple[Point, ...] | None:
+    def _below_one(self, line: Line, known: Point, size: int, steps: float) -> float:
+        """Smaller than the only point: as another line behaves, but the best line has to be explored itself."""
+        unexplored = known.cost * (1 - UNEXPLORED_GAIN * min(1.0, _octaves(size, known.size) / SHAPE_OCTAVES))
+        if known.crowded or known.cost == self._best:
+            return unexplored
+        return self._transferred(line, known, size, steps) or unexplored
+
+    def _transferred(self, line: Line, known: Point, size: int, steps: float) -> float | None:
+        """From one point, by the shape of the line that shows one best; None when none does."""
         shaped = [
             (other.recomputes != line.recomputes, -len(curve), other.number)
-            for other, curve in zip(self._space.lines, self._curves, strict=True)
-            if len(curve) >= 2
+            for other, _ in self._evidence.touched()
+            if (curve := self._curves.get(other.number)) and _shows_shape(other, curve)
         ]
-        return self._curves[min(shaped)[2]] if shaped else None
+        if not shaped:
+            return None
+        reference = self._curves[min(shaped)[2]]
+        here, there = _estimate(reference, size, steps), _estimate(reference, known.size, known.steps)
+        return min(known.cost * here / there, known.cost + here - there) * (1 - SURPRISE_TRANSFERRED)
 
     def _unopened(self, line: Line, size: int, steps: float) -> float:
         if self._best is None:
             return 0.0
         twin = self._space.twins[line.number]
-        if twin is None or not self._curves[twin.number]:
+        if twin is None or twin.number not in self._curves:
             return self._best * UNOPENED
         recomputing = self._floor(twin, size, steps) * self._recomputation()
         return max(recomputing, self._best * UNOPENED_RECOMPUTING)
@@ -92,23 +128,56 @@ class Speed:
     def _recomputation(self) -> float:
         """The least factor by which recomputing slows a step down."""
         factors = []
-        for line, twin in zip(self._space.lines, self._space.twins, strict=True):
-            plain = self._curves[twin.number] if twin else ()
+        for line, _ in self._evidence.touched():
+            twin = self._space.twins[line.number]
+            plain = self._curves.get(twin.number, ()) if twin else ()
             if len(plain) >= 2:
-                factors += [p.cost / _estimate(plain, p.size, p.steps) for p in self._curves[line.number]]
+                factors += [p.cost / _estimate(plain, p.size, p.steps) for p in self._curves.get(line.number, ())]
         return max(RECOMPUTATION_AT_LEAST, min(factors) * RECOMPUTATION_SLACK) if factors else RECOMPUTATION_AT_LEAST
 
 
-def _curve(line: Line, evidence: Evidence) -> tuple[Point, ...]:
-    costs = evidence.lines[line.number].costs
-    return tuple(Point(line.sizes[index], line.steps[index], costs[index]) for index in sorted(costs))
+def is_tidy(size: int) -> bool:
+    """Whether a micro-batch suits the tiles of matrix units."""
+    return size % 8 == 0
+
+
+def _octaves(size: int, other: int) -> float:
+    return abs(math.log2(size / other))
+
+
+def _shows_shape(line: Line, curve: tuple[Point, ...]) -> bool:
+    """Whether the points lie far enough apart to show how speed depends on the split, as far as the line is long."""
+    enough = min(SHAPE_OCTAVES, _octaves(line.sizes[-1], line.sizes[0]) / 2.5)
+    return len(curve) >= 2 and _octaves(curve[-1].size, curve[0].size) >= enough
+
+
+def _curve(line: Line, own: LineEvidence) -> tuple[Point, ...]:
+    """The measured points of a line, smallest micro-batch first, no two in the same place."""
+    curve: list[Point] = []
+    for index in sorted(own.costs, key=lambda i: own.costs[i]):
+        point = Point(line.sizes[index], line.steps[index], own.costs[index], crowded=index in own.crowded)
+        if all(_octaves(point.size, other.size) >= SAME_PLACE_OCTAVES for other in curve):
+            curve.append(point)
+    return tuple(sorted(curve, key=lambda point: point.size))
+
+
+def _optimistic(curve: tuple[Point, ...], size: int, steps: float) -> float:
+    """The least that the points around allow: a saturating curve runs below their straight line, never above.
+
+    Below a crowded point that was slower than a smaller one, the minimum lies in between.
+    """
+    estimate = _estimate(curve, size, steps)
+    if not curve[0].size < size < curve[-1].size:
+        return estimate
+    smaller, larger = _around(curve, size)
+    if larger.crowded and larger.cost > smaller.cost:
+        return smaller.cost * (1 - UNEXPLORED_GAIN * min(1.0, _octaves(size, smaller.size) / SHAPE_OCTAVES))
+    return estimate - SATURATION * max(0.0, estimate - larger.cost)
 
 
 def _estimate(curve: tuple[Point, ...], size: int, steps: float) -> float:
     """Seconds per sample through the two measured points around, or the two nearest beyond them."""
-    place = bisect_left([point.size for point in curve], size)
-    right = min(max(place, 1), len(curve) - 1)
-    smaller, larger = curve[right - 1], curve[right]
+    smaller, larger = _around(curve, size)
     if smaller.steps == larger.steps:
         return larger.cost
     slope = (smaller.cost - larger.cost) / (smaller.steps - larger.steps)
@@ -119,3 +188,9 @@ def _estimate(curve: tuple[Point, ...], size: int, steps: float) -> float:
         least = larger.cost * steps / larger.steps
         return max(least, larger.cost + slope * (steps - larger.steps))
     return smaller.cost + slope * (steps - smaller.steps)
+
+
+def _around(curve: tuple[Point, ...], size: int) -> tuple[Point, Point]:
+    place = bisect_left([point.size for point in curve], size)
+    right = min(max(place, 1), len(curve) - 1)
+    return curve[right - 1], curve[right]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from autofit.candidate import Candidate
 from autofit.search.evidence import Evidence
 from autofit.search.fit import Fit
 from autofit.search.lines import Line, Space
-from autofit.search.speed import Speed
+from autofit.search.speed import Speed, is_tidy
 
 # A candidate that cannot plausibly beat the best by this share is not worth a trial.
 WORTHWHILE_GAIN = 0.01
+# How much smaller a micro-batch has to be than one that ran near the limit, to be out of its troubles.
+ROOM_SHARE = 0.1
 
 
 class Strategy:
@@ -26,72 +28,77 @@ class Strategy:
 
     def propose(self, evidence: Evidence) -> Candidate | None:
         """The next candidate, None when no untried one is worth it."""
-        limits = [self._fit.limit(line, evidence) for line in self._space.lines]
         speed = Speed(self._space, evidence)
-        best: tuple[float, Candidate] | None = None
-        for line in self._space.lines:
-            for index in self._promising(line, evidence, limits):
-                floor = speed.floor(line, index)
-                if best is None or floor < best[0]:
-                    best = floor, line.candidates[index]
-        if best is None:
-            return self._last_resort(evidence)
-        worthwhile = evidence.best_cost is None or best[0] < evidence.best_cost * (1 - WORTHWHILE_GAIN)
-        return best[1] if worthwhile else None
+        proposals = [(speed.floor(line, index), line, index) for line, index in self._promising(evidence)]
+        if not proposals:
+            # Nothing is predicted to fit. Only a trial shows that it really does not.
+            return self._fit.least_needed() if evidence.nothing_ran else None
+        floor, line, index = min(proposals, key=lambda proposal: proposal[0])
+        best = evidence.best_cost
+        return line.candidates[index] if best is None or floor < best * (1 - WORTHWHILE_GAIN) else None
 
-    def unfit(self, evidence: Evidence) -> Iterator[tuple[Candidate, int]]:
-        """For each line, the smallest split predicted not to fit and its bytes, unless a trial shows the limit."""
-        for line in self._space.lines:
-            own = evidence.lines[line.number]
-            index = self._fit.limit(line, evidence) + 1
-            if index >= len(line.sizes) or index in own.taken or own.given_up:
-                continue
-            needed = self._fit.corrected(line, index, evidence)
-            if needed is not None and own.smallest_failure is None:
-                yield line.candidates[index], needed
+    def _promising(self, evidence: Evidence) -> Iterator[tuple[Line, int]]:
+        """From every line that was touched, and from the first untouched one of each kind that has anything to try."""
+        touched = [line for line, _ in evidence.touched()]
+        for line in touched:
+            yield from ((line, index) for index in self._representatives(line, evidence))
+        for kind in self._space.kinds:
+            for line in kind:
+                found = [] if line in touched else [(line, index) for index in self._representatives(line, evidence)]
+                yield from found
+                if found:
+                    break
 
-    def _promising(self, line: Line, evidence: Evidence, limits: list[int]) -> Iterator[int]:
-        """The untried candidates that stand for their neighbourhoods: the largest that fits, and the middles of gaps.
+    def _representatives(self, line: Line, evidence: Evidence) -> Iterator[int]:
+        """The untried candidates that stand for their neighbourhoods.
 
-        A line that recomputes is of use only where its twin does not fit: there it recomputes for nothing.
+        The largest that fits, the middles of the gaps between measured ones, tidy sizes beside them, and those a
+        little below one that ran near the limit.
         """
-        own = evidence.lines[line.number]
-        twin = self._space.twins[line.number]
-        lowest = 0
-        if twin and limits[twin.number] >= 0:
-            lowest = bisect_right(line.sizes, twin.sizes[limits[twin.number]])
-        known = [index for index in sorted(own.costs) if lowest <= index <= limits[line.number]]
-        top = next((i for i in range(limits[line.number], lowest - 1, -1) if i not in own.taken), None)
+        own = evidence[line]
+        limit = self._fit.limit(line, evidence)
+        lowest = self._lowest(line, evidence)
+        known = [index for index in sorted(own.costs) if lowest <= index <= limit]
+        top = next((i for i in range(limit, lowest - 1, -1) if i not in own.taken), None)
         if top is not None and (not known or top > known[-1]):
             yield top
         if not known:
             return
-        if lowest < known[0]:
-            yield from _middle(line, lowest - 1, known[0], own.taken, wanted=_between(line, lowest, known[0]))
-        for left, right in pairwise(known):
-            yield from _middle(line, left, right, own.taken, wanted=_between(line, left, right))
+        for left, right in pairwise([lowest - 1, *known]):
+            yield from _middle(line, left, right, own.taken)
+        yield from _tidy_neighbours(line, known, range(lowest, limit + 1), own.taken)
+        for index in own.crowded:
+            yield from _with_room(line, index, lowest, own.taken)
 
-    def _last_resort(self, evidence: Evidence) -> Candidate | None:
-        """When nothing is predicted to fit: the least of all, since only a trial shows that it really does not."""
-        if not evidence.nothing_tried:
-            return None
-        needs = [
-            (needed, line.number)
-            for line in self._space.lines
-            if 0 not in evidence.lines[line.number].taken and (needed := self._fit.predicted(line, 0)) is not None
-        ]
-        return self._space.lines[min(needs)[1]].candidates[0] if needs else None
+    def _lowest(self, line: Line, evidence: Evidence) -> int:
+        """The first index worth trying: a line that recomputes is of use only where its twin does not fit."""
+        twin = self._space.twins[line.number]
+        limit = self._fit.limit(twin, evidence) if twin else -1
+        return bisect_right(line.sizes, twin.sizes[limit]) if twin and limit >= 0 else 0
 
 
-def _between(line: Line, left: int, right: int) -> float:
-    return math.sqrt(line.sizes[left] * line.sizes[right])
-
-
-def _middle(line: Line, left: int, right: int, taken: set[int], *, wanted: float) -> Iterator[int]:
-    """The untried index strictly between `left` and `right` whose micro-batch is nearest in ratio to `wanted`."""
+def _middle(line: Line, left: int, right: int, taken: set[int]) -> Iterator[int]:
+    """The untried index strictly between two that is nearest to their middle, in ratio of the micro-batches."""
+    wanted = math.sqrt(line.sizes[max(left, 0)] * line.sizes[right])
     start = min(max(bisect_right(line.sizes, wanted), left + 1), right - 1)
     for offset in range(right - left):
         near = [i for i in (start - offset, start + offset) if left < i < right and i not in taken]
         if near:
             yield min(near, key=lambda i: abs(math.log(line.sizes[i] / wanted)))
             return
+
+
+def _tidy_neighbours(line: Line, known: Sequence[int], allowed: range, taken: set[int]) -> Iterator[int]:
+    """The untried tidy micro-batches next to the known ones, on either side."""
+    for index in known:
+        for side in (range(index - 1, allowed.start - 1, -1), range(index + 1, allowed.stop)):
+            tidy = next((i for i in side if is_tidy(line.sizes[i])), None)
+            if tidy is not None and tidy not in taken:
+                yield tidy
+
+
+def _with_room(line: Line, crowded: int, lowest: int, taken: set[int]) -> Iterator[int]:
+    """The untried index whose micro-batch leaves some room where that at `crowded` left none."""
+    index = bisect_right(line.sizes, line.sizes[crowded] * (1 - ROOM_SHARE)) - 1
+    if index >= lowest and index not in taken:
+        yield index
