@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autofit._version import __version__
 from autofit.batch import infer_layout
 from autofit.budget import Budget, resolve_budget
 from autofit.candidate import Candidate, SearchSpace
+from autofit.checks import check_call
 from autofit.device import DeviceInfo, device_info, resolve_device
-from autofit.distributed import world_size
-from autofit.errors import ConfigError, DeviceLostError, InfeasibleError, StepError
+from autofit.environment import describe_environment
+from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.foresight import Foresight
 from autofit.memory import Meter, meter_for
 from autofit.optimizers import optimizer_factory
 from autofit.placement import placed
-from autofit.plan import Environment, Plan, Trial, best_trial
+from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
 from autofit.probe import probe
 from autofit.search import search
@@ -74,7 +73,7 @@ def tune(
 
     Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
     """
-    _check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
+    check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
     began = time.monotonic()
     layout = infer_layout(sample_batch, batch_dims=batch_dims)
     info = device_info(resolve_device(device, model))
@@ -113,31 +112,6 @@ def tune(
         )
 
 
-def _check_call(model: Any, *, target_batch: Any, max_trials: Any, timeout: Any, space: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"{type(model).__name__} has no trainable parameters: nothing to train. Set requires_grad on some."
-        )
-    if isinstance(target_batch, bool) or not isinstance(target_batch, int) or target_batch < 1:
-        raise ConfigError(f"target_batch must be a positive whole number of samples, got {target_batch!r}.")
-    ranks = world_size()
-    if target_batch < ranks:
-        raise ConfigError(f"target_batch {target_batch} is smaller than the {ranks} ranks: each needs a sample.")
-    if ranks > 1:
-        raise ConfigError(
-            f"This process is one of {ranks} ranks. tune() works on one device: call it before the process group is "
-            f"initialised, with target_batch={target_batch // ranks}, one rank's share."
-        )
-    if space is not None and not isinstance(space, SearchSpace):
-        raise ConfigError(f"space must be an autofit.SearchSpace, got {type(space).__name__}.")
-    if max_trials is not None and (isinstance(max_trials, bool) or not isinstance(max_trials, int) or max_trials < 1):
-        raise ConfigError(f"max_trials must be a positive whole number, got {max_trials!r}.")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ConfigError(f"timeout must be a positive number of seconds, got {timeout!r}.")
-
-
 def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: Meter) -> None:
     """Moves the model to the device; the device may be too small even for that."""
     try:
@@ -165,7 +139,7 @@ def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
 def _training(model: nn.Module) -> Iterator[None]:
     """Training mode. A model whose root is in training mode already keeps its submodules as they are: some are frozen.
 
-    Nothing to undo: the snapshot does.
+    Nothing to undo here: the snapshot does it.
     """
     if not model.training:
         model.train()
@@ -218,7 +192,19 @@ class _Tuning:
             raise
         if best is None:
             self._raise_nothing_fits(choices)
+        self.notes += self._batch_norm_note(best)
         return self._plan(best)
+
+    def _batch_norm_note(self, best: Trial) -> list[str]:
+        """What accumulation cannot make equal: normalisation by the statistics of a micro-batch."""
+        norms = [m for m in self.setup.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        size = best.candidate.micro_batch_size
+        if not norms or size == self.target_batch:
+            return []
+        return [
+            f"BatchNorm normalises over a micro-batch, so over {size} samples and not {self.target_batch}; its running "
+            f"statistics are updated {best.candidate.accumulation_steps} times per step."
+        ]
 
     def _choices(self) -> list[Candidate]:
         """The candidates that this model can run on this device; a probe says which."""
@@ -255,7 +241,7 @@ class _Tuning:
             logger.info("trial %d did not hold as a whole step: %s", best.number, confirmed.message)
         return None
 
-    def _raise_nothing_fits(self, choices: list[Candidate]) -> None:
+    def _raise_nothing_fits(self, choices: list[Candidate]) -> NoReturn:
         """The error for a search that found nothing: memory, if that is what it was, else what the trials said."""
         plan = self._plan(None)
         outcomes = {trial.outcome for trial in self.trials}
@@ -291,27 +277,6 @@ class _Tuning:
             cap_bytes=self.allowance.cap_bytes,
             best_number=best.number if best else None,
             trials=tuple(self.trials),
-            environment=self._environment(),
+            environment=describe_environment(self.setup, self.info, seed=self.seed),
             notes=(*self.notes, *self.foresight.notes(self.trials)),
-        )
-
-    def _environment(self) -> Environment:
-        model = self.setup.model
-        return Environment(
-            autofit_version=__version__,
-            torch_version=torch.__version__,
-            python_version=platform.python_version(),
-            platform=platform.platform(),
-            device=str(self.info.device),
-            device_name=self.info.name,
-            device_total_bytes=self.info.total_bytes,
-            compute_capability=self.info.capability_text,
-            cuda_version=torch.version.cuda if self.info.device.type == "cuda" else None,
-            threads=torch.get_num_threads() if self.info.device.type == "cpu" else None,
-            memory_source=self.setup.meter.source,
-            model=type(model).__name__,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            optimizer=type(self.setup.make_optimizer()).__name__,
-            seed=self.seed,
         )

@@ -40,6 +40,8 @@ LAYERS = {
     "trial": 8,
     "budget": 8.5,  # the parts of tune()
     "space": 8.5,
+    "checks": 8.5,
+    "environment": 8.5,
     "foresight": 8.5,
     "probe": 8.5,
     "tuner": 9,

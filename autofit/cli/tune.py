@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autofit import __version__
+from autofit._version import __version__
 from autofit.cli.defaults import ACCELERATOR_BATCH, CPU_BATCH, CheckpointingName, OptimizerName, PrecisionName
 from autofit.errors import ConfigError
 from autofit.units import parse_budget
