@@ -3,8 +3,8 @@
 `total_bytes` is what the driver reports as the device's memory, below the size on the box. Where torch's own messages
 in public bug reports give it ("GPU 0 has a total capacity of …"), it is marked `seen`; those figures are rounded to
 10 MiB and move a little with the driver. The others are estimated: 98 % of the size on the box, or 92 % where error
-correction is on by default and kept in the same memory, as on the L4 and L40. Rates are the vendor's dense figures, with float32 accumulation where tensor cores offer both; GPUs without tensor cores
-for a dtype have None.
+correction is on by default and kept in the same memory, as on the L4 and L40. Rates are the vendor's dense figures,
+with float32 accumulation where tensor cores offer both; None where a GPU does not compute in that dtype.
 """
 
 from __future__ import annotations

@@ -216,6 +216,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scalar(self, tensor: torch.Tensor) -> bool | int | float:
         """1, so that steps count, masks are full and nothing divides by zero; 0 for whether gradients overflowed."""
+        constant = getattr(tensor, "constant", None)
+        if constant is not None:
+            return constant.item()  # type: ignore[no-any-return]
         storage = tensor.untyped_storage()
         reference = self._no_overflow.get(storage._cdata)
         if reference is not None and reference() is storage:

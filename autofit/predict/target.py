@@ -8,12 +8,25 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from autofit.gpus import Capability
 from autofit.predict.attention import cuda_attention
+
+
+class FakeMode(FakeTensorMode):
+    """Tensors without values; what is written in the code and moved to the device needs no driver either."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self._driver = torch.cuda.is_available()
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Asked of torch later on, the answer would be that of `dispatching_as`."""
+        return not self._driver
 
 
 @contextmanager

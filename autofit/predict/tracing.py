@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from autofit.batch import BatchLayout
@@ -22,7 +21,7 @@ from autofit.predict.failures import UntraceableError
 from autofit.predict.recorder import Recorder, Trace
 from autofit.predict.scratch import CudaScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
-from autofit.predict.target import dispatching_as
+from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
 from autofit.step.train_step import Part, TrainStep
 
@@ -53,7 +52,7 @@ def following(model: nn.Module, *, device: torch.device, capability: Capability)
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(_explaining(recorder))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeMode())
         stack.enter_context(dispatching_as(device, capability))
         shadow.take_over(model)
         stack.enter_context(recorder.closing())
