@@ -61,7 +61,7 @@ def _sum_of_losses(output: Mapping[Any, Any]) -> Tensor | None:
     if not losses or not all(isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point() for x in losses):
         return None
     constant = [str(key) for key, value in output.items() if not value.requires_grad]
-    if torch.is_grad_enabled() and 0 < len(constant) < len(losses):
+    if 0 < len(constant) < len(losses):
         raise ConfigError(
             f"The model returned a dict of numbers of which {', '.join(constant)} require no grad. Are they metrics? "
             "A dict of losses is summed, so leave out what is not one, or pass compute_loss(model, batch)."

@@ -54,7 +54,7 @@ ce = F.cross_entropy
 
 DEFAULTS = {
     "classes": (logits, classes, lambda: ce(logits, classes)),
-    "small integers": (logits[:3], classes[:3].to(torch.uint8), lambda: ce(logits[:3], classes[:3])),
+    "small integers": (logits[:3], classes[:3].to(torch.int32), lambda: ce(logits[:3], classes[:3])),
     "pixels": (pixels, masks, lambda: ce(pixels, masks)),
     "tokens": (token_logits, tokens, lambda: ce(token_logits.flatten(0, 1), tokens.flatten())),
     "tokens, channels first": (token_logits.mT, tokens, lambda: ce(token_logits.mT, tokens)),
