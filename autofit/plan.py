@@ -132,7 +132,7 @@ class Plan(FrozenModel):
         *,
         loss_fn: Callable[..., Any] | None = None,
         compute_loss: Callable[..., Any] | None = None,
-        loss_weight: Callable[[Any], float] | Literal["samples", "sum"] | None = None,
+        loss_weight: Callable[[Any], Any] | Literal["samples", "sum"] | None = None,
         batch_dims: Any = None,
         max_grad_norm: float | None = None,
     ) -> TrainStep:

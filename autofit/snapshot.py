@@ -8,8 +8,6 @@ items.
 from __future__ import annotations
 
 import logging
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autofit.errors import RestoreError
 from autofit.flags import Flags
 from autofit.interrupts import uninterrupted
+from autofit.random_states import RandomStates
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, device: torch.device) -> None:
         flags = Flags()
-        generators = _capture_random_state(device)
+        random_states = RandomStates(device)
         containers = _Containers()
         for module in model.modules():
             containers.add_module(module)
@@ -68,7 +67,7 @@ class Snapshot:
         self._parts: dict[str, PutBack] = {
             "attributes": containers.put_back,
             "tensors": tensors.put_back,
-            "random states": generators,
+            "random states": random_states.put_back,
             "switches": flags.put_back,
         }
         self.host_bytes = tensors.host_bytes + self._gradients.host_bytes
@@ -248,29 +247,3 @@ def _same_view(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
         and tensor.storage_offset() == alias.storage_offset()
         and tensor.untyped_storage()._cdata == alias.untyped_storage()._cdata
     )
-
-
-def _capture_random_state(device: torch.device) -> PutBack:
-    """Torch's generators of the host and the device, Python's, and NumPy's if it is loaded."""
-    states: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
-        ("random", random.getstate, random.setstate),
-        ("torch", torch.get_rng_state, torch.set_rng_state),
-    ]
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # an unborn generator has no state to keep
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(("torch.cuda", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    if device.type in ("mps", "xpu"):
-        backend = getattr(torch, device.type)
-        states.append((f"torch.{device.type}", backend.get_rng_state, backend.set_rng_state))
-    if "numpy" in sys.modules:
-        numpy_random = sys.modules["numpy"].random
-        states.append(("numpy.random", numpy_random.get_state, numpy_random.set_state))
-    before = [(write, read()) for _, read, write in states]
-
-    def put_back() -> list[str]:
-        for write, state in before:
-            write(state)
-        return []
-
-    return put_back

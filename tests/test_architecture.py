@@ -21,6 +21,7 @@ LAYERS = {
     "plan": 2,
     "device": 3,
     "flags": 3,
+    "random_states": 3,
     "gpus": 3,
     "batch": 4,
     "loss": 4.5,
