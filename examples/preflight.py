@@ -28,11 +28,18 @@ def make_batch(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor
     return inputs, inputs[:, :8].sum(dim=1, keepdim=True)
 
 
-def pre_flight(path: Path, model: nn.Module, sample: tuple[Tensor, Tensor], *, budget: str) -> autofit.Plan:
-    """The saved plan if it was made for this batch, this budget and this machine's device; else a new one, saved."""
+def device_type() -> str:
+    """What tune() trains on when it is not told: the accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+def pre_flight(path: Path, model: nn.Module, sample: tuple[Tensor, Tensor], *, budget: str | None) -> autofit.Plan:
+    """The saved plan if it was made for this batch, this kind of device and this torch; else a new one, saved."""
     if path.exists():
         plan = autofit.Plan.load(path)
-        if plan.target_batch == TARGET_BATCH and plan.environment.torch_version == torch.__version__:
+        made_for = (plan.target_batch, torch.device(plan.environment.device).type, plan.environment.torch_version)
+        if made_for == (TARGET_BATCH, device_type(), torch.__version__):
             print(f"reusing {path}: {plan.candidate}")
             return plan
     plan = autofit.tune(model, sample, target_batch=TARGET_BATCH, loss_fn=nn.functional.mse_loss, budget=budget)
@@ -45,7 +52,7 @@ def main() -> None:
     """Pre-flight, then training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", type=Path, default=Path("plan.json"))
-    parser.add_argument("--budget", default="32MiB")
+    parser.add_argument("--budget", help="such as 8GiB; left out: what is free")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
 

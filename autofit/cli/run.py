@@ -22,7 +22,7 @@ from autofit.cli.progress import TrialProgress, say
 from autofit.device import resolve_device
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
 from autofit.plan import Plan
-from autofit.report.text import report
+from autofit.report.text import report, report_text
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -108,11 +108,18 @@ def _deliver(plan: Plan, output: Output) -> None:
         if output.path is not None and plan.best_number is not None:
             _save(plan, output.path)
     finally:
-        if output.as_json:
-            typer.echo(plan.to_json().encode(), nl=False)
-        else:
-            console = Console(highlight=False, markup=False, emoji=False)
-            console.print(report(plan, plan_path=None if output.path is None else str(output.path)))
+        _print(plan, output)
+
+
+def _print(plan: Plan, output: Output) -> None:
+    path = None if output.path is None else str(output.path)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if output.as_json:
+        typer.echo(plan.to_json().encode(), nl=False)  # bytes: JSON is UTF-8 whatever the terminal speaks
+    elif console.is_terminal:
+        console.print(report(plan, plan_path=path))
+    else:
+        typer.echo(report_text(plan, plan_path=path, width=console.width), nl=False)
 
 
 def _save(plan: Plan, path: Path) -> None:

@@ -153,7 +153,7 @@ def _findings(plan: Plan) -> Iterator[str]:
         yield recipe(plan)
         peak = plan.best.peak_reserved_bytes
         if peak is not None:
-            yield f"Its peak is {format_bytes(peak)}, {peak / plan.cap_bytes:.0%} of {_budget(plan)}."
+            yield f"Its peak is {format_bytes(peak)}, {_percent(peak / plan.cap_bytes)} of {_budget(plan)}."
     source = plan.environment.memory_source
     yield f"Memory was {source}." if source.startswith(("measured", "tracked", "predicted")) else f"Memory: {source}."
 
@@ -205,6 +205,10 @@ def _rate(trial: Trial) -> str:
     if rate is None:
         return ""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "under 1%"
 
 
 def _outcome(trial: Trial) -> str:

@@ -27,6 +27,7 @@ def test_the_plan_goes_to_stdout_and_progress_to_stderr(run: Callable[..., Any],
     finished = run(*TINY, "--target-batch", "32")
     assert finished.code == 0, finished.err
     assert "* 1  16 × 2" in finished.out
+    assert not any(line.endswith(" ") for line in finished.out.splitlines())
     assert "Its peak is 80.0 MiB, 20% of the budget of 400.0 MiB." in finished.out
     lines = finished.err.splitlines()
     assert lines[0] == (

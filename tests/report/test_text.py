@@ -95,6 +95,13 @@ def test_the_snippet_loads_the_file_that_was_written() -> None:
     assert "saved with --out plan.json" in report_text(load("cpu"))
 
 
+@pytest.mark.parametrize(("cap_bytes", "share"), [(80 * 2**20, "100%"), (2**30, "8%"), (2**40, "under 1%")])
+def test_a_small_peak_is_not_said_to_be_nothing(cap_bytes: int, share: str) -> None:
+    """A peak that rounds to 0 % of the budget is under 1 %."""
+    plan = load("cpu").model_copy(update={"cap_bytes": cap_bytes, "budget_bytes": cap_bytes})
+    assert f"Its peak is 80.0 MiB, {share} of the budget" in report_text(plan)
+
+
 def test_text_in_a_plan_is_not_markup() -> None:
     """Square brackets in a note or a model's name come out as they are."""
     plan = load("cpu")

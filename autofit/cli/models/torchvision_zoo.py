@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
 
 from autofit.cli.models.workload import Workload, refuse_option
@@ -18,11 +16,11 @@ from autofit.errors import ConfigError
 SAMPLES = 4
 FRAMES = 16  # the clip length of torchvision's video recipes
 OBJECTS = 4
+CATEGORIES = 91  # of COCO, as torchvision numbers them
 KEYPOINTS = 17
 SEGMENTATION_SIZE = 520  # torchvision's published segmentation weights all resize to it
 FLOW_SIZE = (368, 496)  # RAFT's first training stage, FlyingChairs
 FLOW_DECAY = 0.8  # the weight of each earlier estimate, Teed & Deng 2020, equation 7
-AUXILIARY_WEIGHT = {"googlenet": 0.3, "inception_v3": 0.4}  # as in their papers
 
 
 def names() -> list[str]:
@@ -46,45 +44,42 @@ def load(name: str, *, image_size: int | None, sequence_length: int | None) -> W
 
 def _classification(name: str, image_size: int | None) -> Workload:
     size = image_size or _published_size(name)
-    arguments = _size_arguments(name, size)
-    loss: dict[str, Any] = {}
-    if name in AUXILIARY_WEIGHT:
-        arguments["init_weights"] = False  # torch's own initialisation: theirs takes minutes
-        loss["loss_fn"] = partial(auxiliary_loss, weight=AUXILIARY_WEIGHT[name])
+    arguments = _constructor_arguments(name, size)
     model = _build(name, arguments)
     classes = _classes(model)
     batch = (torch.randn(SAMPLES, 3, size, size), torch.randint(classes, (SAMPLES,)))
-    return Workload(model, batch, f"3 × {size} × {size} images, {classes} classes", loss)
+    return Workload(model, batch, f"3 × {size} × {size} images, {classes} classes")
 
 
 def _segmentation(name: str, image_size: int | None) -> Workload:
     size = image_size or SEGMENTATION_SIZE
-    model = _build(name, {})
     classes = 21
     batch = (torch.randn(SAMPLES, 3, size, size), torch.randint(classes, (SAMPLES, size, size)))
-    return Workload(
-        model, batch, f"3 × {size} × {size} images, a class of {classes} per pixel", {"loss_fn": segmentation_loss}
-    )
+    return Workload(_build(name, {}), batch, f"3 × {size} × {size} images, a class of {classes} per pixel")
 
 
 def _detection(name: str, image_size: int | None) -> Workload:
     model = _build(name, {})
     size = _detection_size(name, model, image_size)
-    corner = torch.rand(SAMPLES, OBJECTS, 2) * size / 2
-    targets = {
+    images = [torch.rand(3, size, size) for _ in range(SAMPLES)]
+    targets = [_objects(name, size) for _ in range(SAMPLES)]
+    return Workload(model, (images, targets), f"3 × {size} × {size} images, {OBJECTS} objects in each")
+
+
+def _objects(name: str, size: int) -> dict[str, Tensor]:
+    """One image's targets, in the form that torchvision's detectors take."""
+    corner = torch.rand(OBJECTS, 2) * size / 2
+    objects = {
         "boxes": torch.cat([corner, corner + size / 4], dim=-1),
-        "labels": torch.randint(1, 91, (SAMPLES, OBJECTS)),
+        "labels": torch.randint(1, CATEGORIES, (OBJECTS,)),
     }
     if name.startswith("maskrcnn"):
-        targets["masks"] = torch.randint(2, (SAMPLES, OBJECTS, size, size), dtype=torch.uint8)
+        objects["masks"] = torch.randint(2, (OBJECTS, size, size), dtype=torch.uint8)
     if name.startswith("keypointrcnn"):
-        targets["labels"] = torch.ones(SAMPLES, OBJECTS, dtype=torch.int64)
-        points = corner[:, :, None] + torch.rand(SAMPLES, OBJECTS, KEYPOINTS, 2) * size / 4
-        targets["keypoints"] = torch.cat([points, torch.ones(SAMPLES, OBJECTS, KEYPOINTS, 1)], dim=-1)
-    batch = (torch.rand(SAMPLES, 3, size, size), targets)
-    return Workload(
-        model, batch, f"3 × {size} × {size} images, {OBJECTS} objects in each", {"compute_loss": detection_loss}
-    )
+        objects["labels"] = torch.ones(OBJECTS, dtype=torch.int64)  # people are the only category
+        points = corner[:, None] + torch.rand(OBJECTS, KEYPOINTS, 2) * size / 4
+        objects["keypoints"] = torch.cat([points, torch.ones(OBJECTS, KEYPOINTS, 1)], dim=-1)
+    return objects
 
 
 def _video(name: str, image_size: int | None) -> Workload:
@@ -105,27 +100,6 @@ def _optical_flow(name: str, image_size: int | None) -> Workload:
     pair = [torch.rand(SAMPLES, 3, height, width) * 2 - 1 for _ in range(2)]
     batch = (*pair, torch.randn(SAMPLES, 2, height, width))
     return Workload(_build(name, {}), batch, f"pairs of 3 × {height} × {width} images", {"loss_fn": flow_loss})
-
-
-def auxiliary_loss(output: Any, target: Tensor, *, weight: float) -> Tensor:
-    """Cross-entropy of the main head plus `weight` times that of each auxiliary head (none in evaluation mode)."""
-    heads = [output] if isinstance(output, Tensor) else [head for head in output if head is not None]
-    main, *auxiliary = (F.cross_entropy(head, target) for head in heads)
-    return main + weight * sum(auxiliary, start=main.new_zeros(()))
-
-
-def segmentation_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    """Cross-entropy per pixel, plus half that of the auxiliary head where there is one (torchvision's recipe)."""
-    loss = F.cross_entropy(output["out"], target)
-    return loss + 0.5 * F.cross_entropy(output["aux"], target) if "aux" in output else loss
-
-
-def detection_loss(model: nn.Module, batch: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-    """The sum of the losses that a torchvision detector returns; it wants a list of images and one dict for each."""
-    images, targets = batch
-    per_image = [{key: value[index] for key, value in targets.items()} for index in range(len(images))]
-    losses: dict[str, Tensor] = model(list(images), per_image)
-    return torch.stack(list(losses.values())).sum()
 
 
 def flow_loss(estimates: list[Tensor], target: Tensor) -> Tensor:
@@ -151,12 +125,14 @@ def _published_size(name: str) -> int:
     return min(crop if isinstance(crop, int) else crop[0] for crop in crops)
 
 
-def _size_arguments(name: str, size: int) -> dict[str, Any]:
-    """Constructor arguments of the models whose layers depend on the image's size."""
+def _constructor_arguments(name: str, size: int) -> dict[str, Any]:
+    """Constructor arguments that the name alone does not give: the size, where layers depend on it."""
     if name.startswith("vit_"):
         return {"image_size": size}
     if name.startswith("maxvit"):
         return {"input_size": (size, size)}
+    if name in ("googlenet", "inception_v3"):
+        return {"init_weights": False}  # torch's own initialisation: theirs takes a minute
     return {}
 
 
