@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,20 @@ class Trace:
         """Names the present place in the events."""
         self.marks.append((len(self.events), name))
 
+    def settle(self) -> None:
+        """Puts deaths between two births in order of birth: it changes nothing for the allocator, and what goes with
+        a container of no order, such as autocast's cache, goes in another one every time.
+        """
+        start, events = 0, self.events
+        for end in (*(at for at, _ in self.marks), len(events)):
+            while start < end:
+                stop = start
+                while stop < end and events[stop] < 0:
+                    stop += 1
+                events[start:stop] = sorted(events[start:stop], reverse=True)
+                start = stop + 1
+            start = end
+
 
 class Scratch(Protocol):
     """Memory that an operator takes beside its results."""
@@ -74,8 +88,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scratch = scratch
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._no_overflow: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._ignored: list[torch.UntypedStorage] = []
-        self._ignored_keys: set[int] = set()
+        self._outside: dict[int, torch.UntypedStorage] = {}
+        self._making = False
         self._stack: list[str] = []
         self._sequence: list[int] = []
         self._sequence_modules: list[str] = []
@@ -106,12 +120,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The operator that was called last."""
         return self._running.name() if self._running is not None else None
 
-    def ignore(self, values: Iterable[Any]) -> None:
-        """What is there already and stays outside: the batch that micro-batches are copied from."""
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                self._ignored.append(value.untyped_storage())
-                self._ignored_keys.add(value.untyped_storage()._cdata)
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is made inside is not followed: it was there before, as the batch that micro-batches are taken from."""
+        self._making = True
+        try:
+            yield
+        finally:
+            self._making = False
 
     def adopt(self, tensor: Any, category: Category) -> None:
         """Says what a tensor's storage is for; one that was never seen is born now. Other values are let be."""
@@ -166,6 +182,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._recording = False
             self._live.clear()
+            self._outside.clear()
+            self.trace.settle()
 
     def _at_module(self) -> None:
         self.module = self._stack[-1] if self._stack else ""
@@ -184,7 +202,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.trace.sizes[index] == storage.nbytes():
                 return None
             self._died(key, index, found[1])  # resized: the old block is given back for a new one
-        elif not self._on_device(tensor) or key in self._ignored_keys:
+        elif not self._on_device(tensor) or key in self._outside:
+            return None
+        elif self._making:
+            self._outside[key] = storage  # kept, so that no other storage takes its place
             return None
         index = self._born(storage.nbytes(), operator)
         self._live[key] = index, weakref.ref(storage, partial(self._died, key, index))
@@ -223,8 +244,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reference = self._no_overflow.get(storage._cdata)
         if reference is not None and reference() is storage:
             return 0.0
-        if self._on_device(tensor) and self.phase() in ("forward", "backward"):
-            self.trace.notes[f"a value that {self.module or 'the step'} reads from a tensor was taken to be 1"] = None
+        if self._stack and self._on_device(tensor):
+            self.trace.notes[f"a value that {self.module} reads from a tensor was taken to be 1"] = None
         if tensor.dtype.is_floating_point:
             return 1.0
         return True if tensor.dtype == torch.bool else 1

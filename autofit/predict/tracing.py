@@ -23,7 +23,8 @@ from autofit.predict.scratch import CudaScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
-from autofit.step.train_step import Part, TrainStep
+from autofit.step.accumulation import Part
+from autofit.step.train_step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def trace_step(subject: Subject, candidate: Candidate) -> Trace:
             model.train()
         parts = min(candidate.accumulation_steps, 2)
         samples = candidate.micro_batch_size * parts
-        batch = subject.layout.resize(fake_batch(subject.sample_batch, subject.device), samples)
-        recorder.ignore(tensor for _, tensor in leaves(batch))
+        with recorder.outside():
+            batch = subject.layout.resize(fake_batch(subject.sample_batch, subject.device), samples)
         _adopt_model(recorder, model)
         step = _FollowedStep(
             model,
