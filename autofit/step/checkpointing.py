@@ -80,7 +80,7 @@ def _patches(targets: Sequence[Target]) -> list[_Patch]:
     runs: dict[nn.Module, list[_Run]] = {}
     patches: list[_Patch] = []
     for target in targets:
-        modules = tuple(module for top in target.modules for module in top.modules())
+        modules = tuple(dict.fromkeys(module for top in target.modules for module in top.modules()))
         if target.slice is None:
             patches.append((target.module, partial(_whole, target.module, modules)))
             continue

@@ -24,11 +24,10 @@ def recomputed(forward: Forward, *, modules: Sequence[nn.Module]) -> Forward:
 
     `modules` are all that run in it, of every level: a recomputation sees their buffers as the first run saw them, and
     what it writes there is dropped. So BatchNorm counts a batch once, and spectral norm recomputes the weight it used.
+    What else a module changes about itself, in plain attributes, it changes again.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler traces plain checkpoints, and writes buffers once by itself
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         call = _Call(forward, args, kwargs)
@@ -118,9 +117,11 @@ class _Replaying:
 
     def __enter__(self) -> None:
         copies = _Copies()  # of the copies: a graph that is retained is recomputed more than once
-        for place, name, before in self._recording.written:
+        # All before the first swap: memory may run out here, and then nothing would be put back.
+        before = [(place, name, copies.of(copy)) for place, name, copy in self._recording.written]
+        for place, name, buffer in before:
             self._present.append((place, name, place.get(name)))
-            place[name] = copies.of(before)
+            place[name] = buffer
 
     def __exit__(self, *exception: object) -> None:
         for place, name, present in self._present:

@@ -232,6 +232,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         vectors,
     ),
     "buffers that are read and written": (lambda: Stack(Ema(), Ema()), vectors),
+    "one BatchNorm used throughout": (
+        lambda: (lambda norm: nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(8, 8), norm))))(
+            nn.BatchNorm1d(8)
+        ),
+        vectors,
+    ),
     "keywords, containers, dataclasses": (Elaborating, vectors),
     "recurrent layers": (lambda: Recurrent(nn.GRU(8, 8), nn.GRU(8, 8)), vectors),
 }
@@ -519,6 +525,38 @@ def test_undone_after_running_out_of_memory(culprit):
     assert_undone(model)
     assert all(model.get_buffer(name) is buffer for name, buffer in buffers.items())
     assert max(int(buffer) for name, buffer in buffers.items() if name.endswith("tracked")) == 1
+
+
+class FailsAtOperator(TorchDispatchMode):
+    """Runs out of memory in the n-th operator."""
+
+    def __init__(self, operator: int) -> None:
+        super().__init__()
+        self.left = operator
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no room")
+        return func(*args, **(kwargs or {}))
+
+
+def test_undone_wherever_memory_runs_out():
+    """Whichever operator finds no room, copies of buffers included, forwards and buffers are the model's own again."""
+    model = Stack(Residual(), Residual())
+    plan, buffers = CheckpointPlan(model, FULL), dict(model.named_buffers())
+    operator, ran_out = 0, True
+    while ran_out:
+        operator += 1
+        try:
+            with FailsAtOperator(operator), plan.active():
+                loss_of(model, vectors()).backward()
+            ran_out = False
+        except torch.OutOfMemoryError:
+            pass
+        assert_undone(model)
+        assert all(model.get_buffer(name) is buffer for name, buffer in buffers.items())
+    assert operator > 50
 
 
 def test_undone_when_applying_it_fails():
