@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autofit.batch import infer_layout
-from autofit.cli.models import Workload, load_workload
+from autofit.cli.models import Workload, load_workload, torchvision_zoo
 from autofit.cli.models.torchvision_zoo import flow_loss
 from autofit.errors import ConfigError
 from autofit.loss import resolve_loss
@@ -68,6 +68,17 @@ def test_every_task_has_a_batch_and_a_loss_that_trains(name: str, image_size: in
 def test_the_size_is_the_one_the_model_was_made_for(name: str, expected: str) -> None:
     """Without --image-size the batch has the published training size."""
     assert load_workload(name).description == expected
+
+
+def test_of_several_published_sizes_the_one_trained_at_counts() -> None:
+    """vit_b_16 was trained at 224 px; weights that were tuned on 384 px do not change that."""
+    assert torchvision_zoo._published_size("vit_b_16") == 224
+
+
+def test_a_detector_resizes_to_the_image_size() -> None:
+    """Else it would enlarge the images again, and --image-size would have no effect on memory."""
+    model: Any = load_workload("fasterrcnn_mobilenet_v3_large_320_fpn", image_size=64).model
+    assert model.transform.min_size == (64,)
 
 
 def test_a_vision_transformer_is_built_for_the_image_size() -> None:
