@@ -96,11 +96,17 @@ def _describe(blocks: Blocks) -> tuple[str, ...]:
 
 def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
     """How micro-batches are weighted, and whether that gives the full batch's loss."""
-    options = {name: setup.step_options.get(name) for name in ("loss_fn", "compute_loss")}
+    options = setup.loss_options
     batch = setup.batch_of(min(max(setup.layout.samples, 3), 8))
-    weight = setup.step_options.get("loss_weight")
-    weighting = resolve_weighting(batch, loss_weight=weight, model=setup.model, **options)
-    loss = resolve_loss(**options)
+    loss_fn, compute_loss = options.get("loss_fn"), options.get("compute_loss")
+    weighting = resolve_weighting(
+        batch,
+        loss_fn=loss_fn,
+        compute_loss=compute_loss,
+        loss_weight=options.get("loss_weight"),
+        model=setup.model,
+    )
+    loss = resolve_loss(loss_fn=loss_fn, compute_loss=compute_loss)
     difference, failure = guarded(lambda: check_weighting(loss, setup.model, setup.layout, batch, weighting))
     setup.recover()
     if failure is not None and failure.kind == "device_lost":
@@ -108,7 +114,7 @@ def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
     notes = [weighting.describe()]
     if failure is None and difference is not None and difference > SEPARABLE_TOLERANCE:
         notes.append(
-            f"The loss or gradient of a whole batch differs by {difference:.1%} from the weighted sum over its micro-batches, so "
+            f"The loss or gradient of a whole batch differs by {difference:.1%} from that of its micro-batches, so "
             "accumulated gradients are not the full batch's. Pass loss_weight= to say how micro-batches weigh."
         )
     return tuple(notes)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autofit.batch import BatchLayout
+from autofit.batch.nest import leaves
 from autofit.candidate import Candidate
 from autofit.device import synchronize
 from autofit.errors import AutofitError, DeviceLostError
@@ -22,7 +23,8 @@ from autofit.oom import guarded
 from autofit.optimizers import OptimizerFactory
 from autofit.plan import Trial
 from autofit.snapshot import Snapshot
-from autofit.step.train_step import Part, TrainStep
+from autofit.step.accumulation import LossOptions, Part
+from autofit.step.train_step import TrainStep
 from autofit.timing import Round, measure_rounds
 from autofit.verdict import UnstableError, failed_trial, judge_memory, measured_trial
 
@@ -35,7 +37,7 @@ class TrialSetup:
     """What all trials of one tuning share.
 
     `samples` is one rank's share of the target batch; `outside_bytes` what the process used on the device outside the
-    allocator when `cap_bytes` was computed; `step_options` are the arguments of `TrainStep` that say what the loss is.
+    allocator when `cap_bytes` was computed; `loss_options` say what the loss is.
     """
 
     model: nn.Module
@@ -48,11 +50,11 @@ class TrialSetup:
     outside_bytes: int
     snapshot: Snapshot
     make_optimizer: OptimizerFactory
-    step_options: dict[str, Any] = field(default_factory=dict)
+    loss_options: LossOptions = field(default_factory=LossOptions)
 
     def train_step(self, candidate: Candidate) -> TrainStep:
         """The step that a user would train with, on an optimizer of its own."""
-        return TrainStep(self.model, self.make_optimizer(), candidate, device=self.device, **self.step_options)
+        return TrainStep(self.model, self.make_optimizer(), candidate, device=self.device, **self.loss_options)
 
     def batch_of(self, samples: int) -> Any:
         """The sample batch, cut or tiled to so many samples."""
@@ -60,8 +62,8 @@ class TrialSetup:
 
     def batch_is_on_device(self) -> bool:
         """Whether the user's batches lie on the accelerator as a whole, so that all of one counts."""
-        leaves = tree_leaves(self.sample_batch)
-        return any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves)
+        tensors = [leaf for _, leaf in leaves(self.sample_batch) if isinstance(leaf, torch.Tensor)]
+        return any(tensor.device.type != "cpu" for tensor in tensors)
 
     def outside_growth_bytes(self) -> int:
         """Growth of what the process uses outside the allocator since the cap was computed: kernels load lazily."""

@@ -97,7 +97,7 @@ def tune(
             outside_bytes=allowance.outside_bytes,
             snapshot=snapshot,
             make_optimizer=make_optimizer,
-            step_options={
+            loss_options={
                 "loss_fn": loss_fn,
                 "compute_loss": compute_loss,
                 "loss_weight": loss_weight,
@@ -132,7 +132,7 @@ def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
     """The predictor for the device, on the very model, batch, loss and optimizer; None for devices without a model."""
     if setup.device.type not in ("cpu", "cuda"):
         return None
-    return Predictor(setup.model, setup.sample_batch, optimizer=optimizer, device=setup.device, **setup.step_options)
+    return Predictor(setup.model, setup.sample_batch, optimizer=optimizer, device=setup.device, **setup.loss_options)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_is_unstable(model: ConvNet) -> None:
         setup = make_setup(
             model,
             snapshot,
-            step_options={"loss_fn": lambda output, target: output.sum() * (float("inf") if len(target) > 4 else 1)},
+            loss_options={"loss_fn": lambda output, target: output.sum() * (float("inf") if len(target) > 4 else 1)},
         )
         assert run_trial(candidate(12), setup).outcome == "unstable"
         assert run_trial(candidate(4), setup).outcome == "feasible"

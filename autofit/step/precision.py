@@ -23,6 +23,13 @@ class StepPrecision:
         self._dtype = _AUTOCAST_DTYPES.get(precision)
         self.scaler = GradScaler(device.type) if precision == "float16" else None
 
+    def renew_scaler(self) -> None:
+        """A scaler with the same scale, for a step that failed after its gradients were unscaled."""
+        if self.scaler is not None:
+            state = self.scaler.state_dict()
+            self.scaler = GradScaler(self._device.type)
+            self.scaler.load_state_dict(state)
+
     def activated(self) -> AbstractContextManager[None]:
         """Switches of the whole step; undone on exit. Mixed precisions leave float32 products as the user set them."""
         if self._device.type == "cuda" and self._precision in ("float32", "tf32"):

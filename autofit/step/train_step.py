@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from autofit.batch import BatchLayout, infer_layout, to_device
 from autofit.candidate import Candidate
-from autofit.errors import ConfigError
-from autofit.loss import Weighting, resolve_loss, resolve_weighting
-from autofit.step.checkpointing import CheckpointPlan
-from autofit.step.precision import StepPrecision
+from autofit.errors import InfeasibleError
+from autofit.oom import Failure, classify, headline, release_frames
+from autofit.step.accumulation import Accumulation, Part, StepOptions
+from autofit.step.survival import (
+    ATTEMPTS_AT_ONE,
+    MicroBatchSizes,
+    OomEvent,
+    OptimizerStart,
+    StepStart,
+    kind_of,
+    release_memory,
+)
 
-Phase = Literal["forward", "backward", "optimizer"]
-Backward = Callable[[list[torch.Tensor]], None]
-
-
-def run_engine(loss: list[torch.Tensor]) -> None:
-    """Backward by the autograd engine. The loss comes in a list that gives it up, so that nothing else holds it."""
-    loss.pop().backward()  # type: ignore[no-untyped-call]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,13 @@ class StepResult:
     micro_batches: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One micro-batch: views of the batch's samples, how many, and the factor of its loss."""
-
-    batch: Any
-    samples: int
-    coefficient: float
-
-
-class TrainStep:
+class TrainStep(Accumulation):
     """Trains one optimizer step per call: `for batch in loader: result = step(batch)`.
 
     The batch is split into the candidate's micro-batches, moved to the model's device one at a time, and weighted so
     that the accumulated gradient is the full batch's gradient. Precision and checkpointing are in force during the call
-    and undone when it returns or raises. Between calls the parameters hold no gradients.
+    and undone when it returns or raises. Between calls the parameters hold no gradients. `oom_events` lists each time
+    that a step ran out of memory and was run again.
 
     `loss_fn`, `compute_loss`, `loss_weight` and `batch_dims` as in `autofit.tune`. `max_grad_norm` clips the
     accumulated gradient, once per step. `device` is where micro-batches go; by default where the model lies. `backward`
@@ -63,120 +55,114 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        candidate: Candidate,
-        *,
-        loss_fn: Callable[..., Any] | None = None,
-        compute_loss: Callable[..., Any] | None = None,
-        loss_weight: Callable[[Any], Any] | Literal["samples", "sum"] | None = None,
-        batch_dims: Any = None,
-        max_grad_norm: float | None = None,
-        device: torch.device | None = None,
-        backward: Backward = run_engine,
+        self, model: nn.Module, optimizer: Optimizer, candidate: Candidate, **options: Unpack[StepOptions]
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be positive, got {max_grad_norm!r}. Leave it out not to clip.")
-        self.model = model
-        self.optimizer = optimizer
-        self.candidate = candidate
-        self.phase: Phase = "forward"
-        self._device = device or next(model.parameters()).device
-        self._loss = resolve_loss(loss_fn=loss_fn, compute_loss=compute_loss)
-        self._loss_fn, self._compute_loss, self._loss_weight = loss_fn, compute_loss, loss_weight
-        self._batch_dims = batch_dims
-        self._max_grad_norm = max_grad_norm
-        self._backward = backward
-        self._precision = StepPrecision(candidate.precision, self._device)
-        self._checkpoints = CheckpointPlan(model, candidate.checkpointing)
-        self._layout: BatchLayout | None = None
-        self._weighting: Weighting | None = None
+        super().__init__(model, optimizer, candidate, **options)
+        self.oom_events: list[OomEvent] = []
+        self._sizes = MicroBatchSizes(self.candidate.micro_batch_size)
+        self._evaluation_sizes = MicroBatchSizes(self.candidate.micro_batch_size)
+        self._start = StepStart(self.model, self._device)
+        self._optimizer_start: OptimizerStart | None = None
+        self._steps = 0
 
     def __call__(self, batch: Any) -> StepResult:
-        """One optimizer step on `batch`, which may have fewer samples than the target, as the last of an epoch has."""
-        parts = self.split(batch)
+        """One optimizer step on `batch`, which may have fewer samples than the target, as the last of an epoch has.
+
+        When memory runs out, the same batch is run again from the start of the step in smaller micro-batches, with the
+        same gradient; see `oom_events`. Raises InfeasibleError when a single sample does not fit, StepError when the
+        optimizer ran out after it had changed values. Any other error of the model or the loss comes out as it is.
+        """
+        self._steps += 1
+        self._start.mark()
+        return self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+
+    def evaluate(self, batch: Any) -> StepResult:
+        """The loss of `batch` in evaluation mode, without gradients, in micro-batches; modes are put back.
+
+        When memory runs out, smaller micro-batches are tried, apart from those of training.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._surviving(self._evaluation_sizes, batch, run=self._evaluate, undo=lambda: None)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _surviving(
+        self,
+        sizes: MicroBatchSizes,
+        batch: Any,
+        *,
+        run: Callable[[list[Part]], StepResult],
+        undo: Callable[[], None],
+    ) -> StepResult:
+        """Runs the batch in micro-batches that become smaller until it passes."""
+        kind = kind_of(batch)
+        attempts_left = ATTEMPTS_AT_ONE
+        while True:
+            parts = self.split(batch, at_most=sizes.of(kind))
+            size = max(part.samples for part in parts)
+            try:
+                result = run(parts)
+            except Exception as error:
+                failure = Failure(classify(error), headline(error), error)
+                if failure.kind != "memory" and (failure.kind != "maybe_memory" or size == 1):
+                    raise
+                release_frames(error)
+            else:
+                sizes.passed(kind)
+                return result
+            undo()  # not inside `except`, which would keep the frames of the failed step alive
+            release_memory(self._device)
+            attempts_left -= size == 1
+            if not attempts_left:
+                self._give_up(failure)
+            self._note(failure, size=size, smaller=sizes.ran_out(kind, size=size))
+            del failure
+
+    def _give_up(self, failure: Failure) -> NoReturn:
+        raise InfeasibleError(
+            f"Memory ran out in {self.phase} of step {self._steps} with a micro-batch of one sample, {ATTEMPTS_AT_ONE} "
+            f"times in a row: {failure.message.rstrip('.')}. Shorten or shrink the samples, use checkpointing "
+            "or a lower precision, or a larger device."
+        ) from failure.error
+
+    def _note(self, failure: Failure, *, size: int, smaller: int) -> None:
+        event = OomEvent(self._steps, self.phase, size, smaller, failure.message)
+        self.oom_events.append(event)
+        text = "step %d ran out of memory in %s at micro-batches of %d and is run again at %d (%s)"
+        logger.warning(text, event.step, event.phase, size, smaller, failure.message)
+
+    def _undo(self) -> None:
+        """Back to the start of the step. The gradients are gone already."""
+        if self._optimizer_start is not None:
+            self._optimizer_start.undo()
+        self._start.go_back()
+        self._precision.renew_scaler()
+
+    def _train(self, parts: list[Part]) -> StepResult:
+        self._optimizer_start = None
         with self.activated():
             self.zero_grad()
             try:
                 loss = self.micro_step(parts[0])
                 for part in parts[1:]:
                     loss = loss + self.micro_step(part)
+                self._optimizer_start = OptimizerStart(self.optimizer)
                 grad_norm = self.optimizer_step()
+                self._optimizer_start = None
             finally:  # also the partial gradients of a step that failed
                 self.zero_grad()
         return StepResult(loss, grad_norm, tuple(part.samples for part in parts))
 
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The gradient scaler of float16; None in other precisions."""
-        return self._precision.scaler
-
-    def split(self, batch: Any) -> list[Part]:
-        """The batch as micro-batches, without those whose loss counts nothing."""
-        layout, weighting = self._read(batch)
-        sizes = self.candidate.split(layout.samples_in(batch))
-        batches = list(layout.split(batch, sizes))
-        coefficients = weighting.coefficients(batches, sizes)
-        return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
-
-    def _read(self, batch: Any) -> tuple[BatchLayout, Weighting]:
-        if self._layout is None or self._weighting is None or not self._layout.matches(batch):
-            self._layout = infer_layout(batch, batch_dims=self._batch_dims)
-            self._weighting = resolve_weighting(
-                batch,
-                loss_fn=self._loss_fn,
-                compute_loss=self._compute_loss,
-                loss_weight=self._loss_weight,
-                model=self.model,
-            )
-        return self._layout, self._weighting
-
-    @contextmanager
-    def activated(self) -> Iterator[None]:
-        """Precision switches and checkpointing, in force inside and undone on exit."""
-        with self._precision.activated(), self._checkpoints.active():
-            yield
-
-    def zero_grad(self) -> None:
-        """Drops all gradients, freeing their memory."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def micro_step(self, part: Part) -> torch.Tensor:
-        """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached."""
-        self.phase = "forward"
-        # On the host a copy takes the place of the transfer, so that a micro-batch costs its bytes on every device.
-        batch = to_device(part.batch, self._device, copy=self._device.type == "cpu")
-        with self._precision.forward():
-            loss = self._loss(self.model, batch)
-        if part.coefficient != 1:
-            loss = loss * part.coefficient
-        share = loss.detach()
-        scaler = self.scaler
-        pending = [loss if scaler is None else scaler.scale(loss)]
-        del loss
-        self.phase = "backward"
-        self._backward(pending)
-        return share
-
-    def optimizer_step(self) -> torch.Tensor | None:
-        """Unscales, clips and steps on the accumulated gradients; the norm before clipping, if clipped."""
-        self.phase = "optimizer"
-        scaler = self.scaler
-        norm = None
-        if self._max_grad_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(self.optimizer)
-            norm = nn.utils.clip_grad_norm_(self._parameters(), self._max_grad_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
-        return norm
-
-    def _parameters(self) -> Sequence[torch.Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _evaluate(self, parts: list[Part]) -> StepResult:
+        with self.activated():
+            loss = self.loss_share(parts[0])
+            for part in parts[1:]:
+                loss = loss + self.loss_share(part)
+        return StepResult(loss, None, tuple(part.samples for part in parts))
 
     def state_dict(self) -> dict[str, Any]:
         """What the step itself remembers between calls: the state of the gradient scaler under float16."""

@@ -1,0 +1,174 @@
+"""One optimizer step in parts: micro-batches, their weights, precision, checkpointing, and accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from autofit.batch import BatchLayout, infer_layout, to_device
+from autofit.candidate import Candidate, balanced
+from autofit.errors import ConfigError
+from autofit.loss import Weighting, resolve_loss, resolve_weighting
+from autofit.step.checkpointing import CheckpointPlan
+from autofit.step.precision import StepPrecision
+
+Phase = Literal["forward", "backward", "optimizer"]
+Backward = Callable[[list[torch.Tensor]], None]
+
+
+def run_engine(loss: list[torch.Tensor]) -> None:
+    """Backward by the autograd engine. The loss comes in a list that gives it up, so that nothing else holds it."""
+    loss.pop().backward()  # type: ignore[no-untyped-call]
+
+
+class LossOptions(TypedDict, total=False):
+    """What the loss of a batch is, as `autofit.tune` is told."""
+
+    loss_fn: Callable[..., Any] | None
+    compute_loss: Callable[..., Any] | None
+    loss_weight: Callable[[Any], Any] | Literal["samples", "sum"] | None
+    batch_dims: Any
+
+
+class StepOptions(LossOptions, total=False):
+    """What a step may be told beyond model, optimizer and candidate; see `TrainStep`."""
+
+    max_grad_norm: float | None
+    device: torch.device | None
+    backward: Backward
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch: views of the batch's samples, how many, and the factor of its loss."""
+
+    batch: Any
+    samples: int
+    coefficient: float
+
+
+class Accumulation:
+    """The parts of a training step, to be run one by one inside `activated()`.
+
+    `phase` says what is running or ran last. Arguments as of `TrainStep`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        candidate: Candidate,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        loss_weight: Callable[[Any], Any] | Literal["samples", "sum"] | None = None,
+        batch_dims: Any = None,
+        max_grad_norm: float | None = None,
+        device: torch.device | None = None,
+        backward: Backward = run_engine,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be positive, got {max_grad_norm!r}. Leave it out not to clip.")
+        self.model = model
+        self.optimizer = optimizer
+        self.candidate = candidate
+        self.phase: Phase = "forward"
+        self._device = device or next(model.parameters()).device
+        self._loss = resolve_loss(loss_fn=loss_fn, compute_loss=compute_loss)
+        self._loss_fn, self._compute_loss, self._loss_weight = loss_fn, compute_loss, loss_weight
+        self._batch_dims = batch_dims
+        self._max_grad_norm = max_grad_norm
+        self._backward = backward
+        self._precision = StepPrecision(candidate.precision, self._device)
+        self._checkpoints = CheckpointPlan(model, candidate.checkpointing)
+        self._layout: BatchLayout | None = None
+        self._weighting: Weighting | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The gradient scaler of float16; None in other precisions."""
+        return self._precision.scaler
+
+    def split(self, batch: Any, *, at_most: int | None = None) -> list[Part]:
+        """The batch as micro-batches, without those whose loss counts nothing; smaller than the plan's if asked."""
+        layout, weighting = self._read(batch)
+        samples = layout.samples_in(batch)
+        if at_most is None or at_most >= self.candidate.micro_batch_size:
+            sizes = self.candidate.split(samples)
+        else:
+            sizes = balanced(samples, -(-samples // at_most))
+        batches = list(layout.split(batch, sizes))
+        coefficients = weighting.coefficients(batches, sizes)
+        return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
+
+    def _read(self, batch: Any) -> tuple[BatchLayout, Weighting]:
+        if self._layout is None or self._weighting is None or not self._layout.matches(batch):
+            self._layout = infer_layout(batch, batch_dims=self._batch_dims)
+            self._weighting = resolve_weighting(
+                batch,
+                loss_fn=self._loss_fn,
+                compute_loss=self._compute_loss,
+                loss_weight=self._loss_weight,
+                model=self.model,
+            )
+        return self._layout, self._weighting
+
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Precision switches and checkpointing, in force inside and undone on exit."""
+        with self._precision.activated(), self._checkpoints.active():
+            yield
+
+    def zero_grad(self) -> None:
+        """Drops all gradients, freeing their memory."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def micro_step(self, part: Part) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached."""
+        # On the host a copy takes the place of the transfer, so that a micro-batch costs its bytes on every device. It
+        # lives until backward is done, as it does in a loop that is written by hand.
+        batch = to_device(part.batch, self._device, copy=self._device.type == "cpu")
+        loss = self._loss_of(batch, part.coefficient)
+        share = loss.detach()
+        scaler = self.scaler
+        pending = [loss if scaler is None else scaler.scale(loss)]
+        del loss
+        self.phase = "backward"
+        self._backward(pending)
+        return share
+
+    def _loss_of(self, batch: Any, coefficient: float) -> torch.Tensor:
+        self.phase = "forward"
+        with self._precision.forward():
+            loss = self._loss(self.model, batch)
+        return loss if coefficient == 1 else loss * coefficient
+
+    def loss_share(self, part: Part) -> torch.Tensor:
+        """The loss of one micro-batch, weighted as its share of the batch's loss, without backward."""
+        return self._loss_of(to_device(part.batch, self._device), part.coefficient)
+
+    def optimizer_step(self) -> torch.Tensor | None:
+        """Unscales, clips and steps on the accumulated gradients; the norm before clipping, if clipped."""
+        self.phase = "optimizer"
+        scaler = self.scaler
+        norm = None
+        if self._max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self._parameters(), self._max_grad_norm)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+        return norm
+
+    def _parameters(self) -> Sequence[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
