@@ -13,15 +13,18 @@ from autofit.errors import ConfigError
 from autofit.plan import Trial
 from autofit.search.evidence import Evidence, was_run
 from autofit.search.fit import Fit
-from autofit.search.ledger import DEATHS, Entry, Ledger, open_ledger, within_cap
+from autofit.search.ledger import Entry, Ledger, within_cap
 from autofit.search.lines import Space
 from autofit.search.strategy import Strategy
+from autofit.search.study import ChosenSampler, open_study
 from autofit.units import format_bytes
 
 _logger = logging.getLogger(__name__)
 
 # The bound when none is given. A search on a device that behaves ends by itself, long before.
 MAX_TRIALS = 64
+# A candidate whose process died this often is left alone: it may be what kills it.
+DEATHS = 2
 
 
 def search(
@@ -49,13 +52,16 @@ def search(
     `on_trial` is called after each trial of this call. An exception from `evaluate` passes through; its trial is
     closed. Raises ConfigError when an argument cannot be meant.
     """
-    _check(space, max_trials=max_trials, timeout=timeout)
+    _check(space, cap_bytes=cap_bytes, max_trials=max_trials, timeout=timeout)
     lines = Space(space)
     fit = Fit(lines, cap_bytes=cap_bytes, predict=predict)
     strategy = Strategy(lines, fit)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     report = on_trial or _say_nothing
-    with open_ledger(storage=storage, study_name=study_name, seed=seed, cap_bytes=cap_bytes, space=space) as ledger:
+    sampler = ChosenSampler(seed=seed)
+    with open_study(storage=storage, name=study_name, sampler=sampler) as study:
+        ledger = Ledger(study, sampler, cap_bytes=cap_bytes)
+        ledger.bury_the_dead()
         while _trials_run(entries := _of_space(ledger, lines)) < (max_trials or MAX_TRIALS):
             if time.monotonic() >= deadline:
                 _logger.info("the search ends after %g seconds", timeout)
@@ -63,19 +69,17 @@ def search(
             candidate = strategy.propose(_evidence(lines, entries, cap_bytes))
             if candidate is None:
                 break
-            trial = _try(candidate, evaluate, ledger, cap_bytes=cap_bytes)
-            if trial is not None:
-                report(trial)
+            _try(candidate, evaluate, ledger, cap_bytes=cap_bytes, report=report)
         for candidate, needed in fit.first_beyond(_evidence(lines, _of_space(ledger, lines), cap_bytes)):
-            trial = ledger.record(_predicted_not_to_fit(candidate, needed))
-            if trial is not None:
-                report(trial)
+            _try(candidate, _predicted_not_to_fit(needed), ledger, cap_bytes=cap_bytes, report=report)
         return [entry.trial for entry in _of_space(ledger, lines) if entry.trial is not None]
 
 
-def _check(space: Sequence[Candidate], *, max_trials: int | None, timeout: float | None) -> None:
+def _check(space: Sequence[Candidate], *, cap_bytes: int | None, max_trials: int | None, timeout: float | None) -> None:
     if not space:
         raise ConfigError("The space has no candidates: pass at least one.")
+    if cap_bytes is not None and cap_bytes < 0:
+        raise ConfigError(f"cap_bytes={cap_bytes!r} is not allowed: pass bytes from 0 on, or None for no known cap.")
     if max_trials is not None and (isinstance(max_trials, bool) or max_trials < 1):
         raise ConfigError(
             f"max_trials={max_trials!r} is not allowed: pass a number from 1 on, or None for the default."
@@ -85,18 +89,23 @@ def _check(space: Sequence[Candidate], *, max_trials: int | None, timeout: float
 
 
 def _try(
-    candidate: Candidate, evaluate: Callable[[Candidate], Trial], ledger: Ledger, *, cap_bytes: int | None
-) -> Trial | None:
-    """Runs one trial and writes it down; None when another worker took the candidate at the same moment."""
+    candidate: Candidate,
+    evaluate: Callable[[Candidate], Trial],
+    ledger: Ledger,
+    *,
+    cap_bytes: int | None,
+    report: Callable[[Trial], None],
+) -> None:
+    """Runs one trial, writes it down and reports it; nothing when another worker took the candidate just now."""
     running = ledger.start(candidate)
     if running is None:
-        return None
+        return
     try:
         result = evaluate(candidate)
     except BaseException as error:
         ledger.fail(running, error)
         raise
-    return ledger.finish(running, _judged(result, cap_bytes))
+    report(ledger.finish(running, _judged(result, cap_bytes)))
 
 
 def _judged(result: Trial, cap_bytes: int | None) -> Trial:
@@ -106,8 +115,9 @@ def _judged(result: Trial, cap_bytes: int | None) -> Trial:
     return within_cap(result, cap_bytes)
 
 
-def _predicted_not_to_fit(candidate: Candidate, needed: int) -> Trial:
-    return Trial(
+def _predicted_not_to_fit(needed: int) -> Callable[[Candidate], Trial]:
+    """Stands in for an evaluation that would only show what is known already."""
+    return lambda candidate: Trial(
         number=0,
         candidate=candidate,
         outcome="over_budget",

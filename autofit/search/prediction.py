@@ -11,7 +11,7 @@ from autofit.search.lines import Line, Space
 
 Predict = Callable[[Candidate], int | None]
 
-# After the n-th prediction that ran out on a line, this share · 2^(n-1) is added to what the failure proves.
+# After the n-th prediction that ran out on a line, this share · 3^(n-1) is added to what the failure proves.
 PUSH = 0.03
 
 
@@ -58,25 +58,21 @@ class Predictions:
         return low
 
     def _factor(self, line: Line, evidence: Evidence) -> float:
-        """The factor nearest to 1 that agrees with the trials of this line; without any, with those of the others."""
-        bounds = self._bounds(line, evidence[line])
-        if bounds == _UNKNOWN:
-            others = [self._bounds(other, own) for other, own in evidence.touched()]
-            known = [bounds for bounds in others if bounds != _UNKNOWN] or [_UNKNOWN]
-            bounds = max(low for low, _ in known), max(high for _, high in known)
-        low, high = bounds
+        """The factor nearest to 1 that agrees with the trials: of this line, and of others where it says nothing."""
+        low, high = self._bounds(line, evidence[line])
+        others = [self._bounds(other, own) for other, own in evidence.touched()]
+        low = max([low] + [min(other_low, high) for other_low, _ in others])
+        if high == math.inf:
+            high = max((other_high for _, other_high in others if other_high < math.inf), default=math.inf)
         return max(low, min(1.0, high))
 
     def _bounds(self, line: Line, own: LineEvidence) -> tuple[float, float]:
         """A peak proves that the need is no higher, running out that it is above the cap."""
-        low, high = _UNKNOWN
+        low, high = 0.0, math.inf
         peak = own.peaks.get(own.largest_fit)
         if peak and (raw := self.raw(line, own.largest_fit)):
             high = peak / raw
         proofs = [self._cap / raw for index in own.failed if (raw := self.raw(line, index)) and raw <= self._cap]
         if proofs:
-            low = max(proofs) * (1 + PUSH * 2 ** (len(proofs) - 1))
+            low = max(proofs) * (1 + PUSH * 3 ** (len(proofs) - 1))
         return low, high
-
-
-_UNKNOWN = (0.0, math.inf)

@@ -26,6 +26,8 @@ UNEXPLORED_GAIN = 0.15
 ROOM_GAIN = 0.05
 # Points this many doublings apart show how speed depends on the split; nearer ones show little but noise.
 SHAPE_OCTAVES = 2.0
+# A shape that is shown this well (1: fully) may stand in for that of another line.
+ENOUGH_SHAPE = 0.5
 # Points nearer than this differ by noise and tidiness, not by shape: the fastest stands for them.
 SAME_PLACE_OCTAVES = 0.5
 # A micro-batch divisible by 8 may be this much faster than others around it: matrix units work in tiles.
@@ -87,8 +89,10 @@ class Speed:
         surprise = 1 - min(0.5, SURPRISE_PER_OCTAVE * distance)
         if size > curve[-1].size and len(curve) == 1:
             return self._beyond_one(line, curve[0], size, steps) * surprise
-        if size < curve[0].size and not _shows_shape(line, curve):
-            return self._below_one(line, min(curve, key=lambda point: point.cost), size, steps) * surprise
+        if size < curve[0].size and len(curve) == 1:
+            return self._below_one(line, curve[0], size, steps) * surprise
+        if size < curve[0].size:
+            return _below(line, curve, size, steps) * surprise
         return _optimistic(curve, size, steps) * surprise
 
     def _beyond_one(self, line: Line, known: Point, size: int, steps: float) -> float:
@@ -98,17 +102,16 @@ class Speed:
 
     def _below_one(self, line: Line, known: Point, size: int, steps: float) -> float:
         """Smaller than the only point: as another line behaves, but the best line has to be explored itself."""
-        unexplored = known.cost * (1 - UNEXPLORED_GAIN * min(1.0, _octaves(size, known.size) / SHAPE_OCTAVES))
         if known.crowded or known.cost == self._best:
-            return unexplored
-        return self._transferred(line, known, size, steps) or unexplored
+            return _unexplored(known, size)
+        return self._transferred(line, known, size, steps) or _unexplored(known, size)
 
     def _transferred(self, line: Line, known: Point, size: int, steps: float) -> float | None:
         """From one point, by the shape of the line that shows one best; None when none does."""
         shaped = [
             (other.recomputes != line.recomputes, -len(curve), other.number)
             for other, _ in self._evidence.touched()
-            if (curve := self._curves.get(other.number)) and _shows_shape(other, curve)
+            if (curve := self._curves.get(other.number)) and _shape_shown(other, curve) >= ENOUGH_SHAPE
         ]
         if not shaped:
             return None
@@ -145,10 +148,10 @@ def _octaves(size: int, other: int) -> float:
     return abs(math.log2(size / other))
 
 
-def _shows_shape(line: Line, curve: tuple[Point, ...]) -> bool:
-    """Whether the points lie far enough apart to show how speed depends on the split, as far as the line is long."""
+def _shape_shown(line: Line, curve: tuple[Point, ...]) -> float:
+    """How well the points show how speed depends on the split, from 0 to 1: by how far they lie apart."""
     enough = min(SHAPE_OCTAVES, _octaves(line.sizes[-1], line.sizes[0]) / 2.5)
-    return len(curve) >= 2 and _octaves(curve[-1].size, curve[0].size) >= enough
+    return min(1.0, _octaves(curve[-1].size, curve[0].size) / enough) if len(curve) >= 2 else 0.0
 
 
 def _curve(line: Line, own: LineEvidence) -> tuple[Point, ...]:
@@ -161,6 +164,17 @@ def _curve(line: Line, own: LineEvidence) -> tuple[Point, ...]:
     return tuple(sorted(curve, key=lambda point: point.size))
 
 
+def _unexplored(known: Point, size: int) -> float:
+    return known.cost * (1 - UNEXPLORED_GAIN * min(1.0, _octaves(size, known.size) / SHAPE_OCTAVES))
+
+
+def _below(line: Line, curve: tuple[Point, ...], size: int, steps: float) -> float:
+    """Smaller than all points: where they lead, as far as they lie apart, and otherwise as if unexplored."""
+    shown = _shape_shown(line, curve)
+    fastest = min(curve, key=lambda point: point.cost)
+    return shown * _estimate(curve, size, steps) + (1 - shown) * _unexplored(fastest, size)
+
+
 def _optimistic(curve: tuple[Point, ...], size: int, steps: float) -> float:
     """The least that the points around allow: a saturating curve runs below their straight line, never above.
 
@@ -171,7 +185,7 @@ def _optimistic(curve: tuple[Point, ...], size: int, steps: float) -> float:
         return estimate
     smaller, larger = _around(curve, size)
     if larger.crowded and larger.cost > smaller.cost:
-        return smaller.cost * (1 - UNEXPLORED_GAIN * min(1.0, _octaves(size, smaller.size) / SHAPE_OCTAVES))
+        return _unexplored(smaller, size)
     return estimate - SATURATION * max(0.0, estimate - larger.cost)
 
 

@@ -15,6 +15,8 @@ from autofit.search.speed import Speed, is_tidy
 
 # A candidate that cannot plausibly beat the best by this share is not worth a trial.
 WORTHWHILE_GAIN = 0.01
+# A candidate that did not run, for another reason than memory, is followed by one that is this many times smaller.
+RETREAT_FACTOR = 8
 # How much smaller a micro-batch has to be than one that ran near the limit, to be out of its troubles.
 ROOM_SHARE = 0.1
 
@@ -58,6 +60,8 @@ class Strategy:
         own = evidence[line]
         limit = self._fit.limit(line, evidence)
         lowest = self._lowest(line, evidence)
+        if own.broken and not own.costs:
+            limit = min(limit, _far_below(line, min(own.broken)))
         known = [index for index in sorted(own.costs) if lowest <= index <= limit]
         top = next((i for i in range(limit, lowest - 1, -1) if i not in own.taken), None)
         if top is not None and (not known or top > known[-1]):
@@ -95,6 +99,11 @@ def _tidy_neighbours(line: Line, known: Sequence[int], allowed: range, taken: se
             tidy = next((i for i in side if is_tidy(line.sizes[i])), None)
             if tidy is not None and tidy not in taken:
                 yield tidy
+
+
+def _far_below(line: Line, index: int) -> int:
+    """Where to go from a split that did not run: far down at once, since what is wrong may be the size."""
+    return max(0, bisect_right(line.sizes, line.sizes[index] / RETREAT_FACTOR) - 1)
 
 
 def _with_room(line: Line, crowded: int, lowest: int, taken: set[int]) -> Iterator[int]:
