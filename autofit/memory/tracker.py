@@ -203,8 +203,6 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, (list, tuple)):
         for item in result:
             yield from _tensors_in(item)
-    elif isinstance(result, dict):
-        yield from _tensors_in(list(result.values()))
 
 
 def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ calls = st.lists(
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("limit", [None, 64 * MiB, 150 * MiB])
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(calls=calls, streams=st.integers(1, 2))
 def test_invariants_hold_after_any_calls(
     name: str, limit: int | None, calls: list[int | float | None], streams: int
@@ -169,9 +169,16 @@ def test_oversize_blocks_are_neither_split_nor_given_to_small_requests() -> None
     allocator = CachingAllocator(None, AllocatorConfig(max_split_size=40 * MiB))
     allocator.free(allocator.malloc(100 * MiB))
     assert allocator.malloc(30 * MiB).size == 30 * MiB  # below the limit: no oversize block for it
-    assert allocator.malloc(79 * MiB).size == 80 * MiB  # the free one is 20 MiB or more too large
+    assert allocator.malloc(80 * MiB).size == 80 * MiB  # the free one is 20 MiB too large
     assert allocator.malloc(81 * MiB).size == 100 * MiB
     assert allocator.reserved_bytes == (100 + 30 + 80) * MiB
+
+
+def test_a_request_of_exactly_the_split_size_is_oversize() -> None:
+    """It may have an oversize block, and has it as a whole."""
+    allocator = CachingAllocator(None, AllocatorConfig(max_split_size=40 * MiB))
+    allocator.free(allocator.malloc(54 * MiB))
+    assert allocator.malloc(40 * MiB).size == 54 * MiB
 
 
 @pytest.mark.parametrize(
@@ -208,6 +215,14 @@ def test_garbage_collection_takes_what_lay_unused_longest() -> None:
     allocator.malloc(71 * MiB)  # asks for a segment while 130 MiB are reserved, 30 above the threshold
     held = {sum(block.size for block in blocks) // MiB for blocks in allocator.segments()}
     assert (held, allocator.retries) == ({70, 72}, 0)
+
+
+def test_garbage_collection_takes_the_only_segment() -> None:
+    """Its age is the average, and that is old enough."""
+    allocator = collecting(limit=200)
+    allocator.free(allocator.malloc(110 * MiB))
+    allocator.malloc(120 * MiB)
+    assert (allocator.reserved_bytes, allocator.retries) == (120 * MiB, 0)
 
 
 def test_garbage_collection_waits_for_the_threshold() -> None:

@@ -76,6 +76,12 @@ def changed(index: int, event: list[Any] | None) -> list[list[Any]]:
         (changed(1, ["alloc", 512, 31 * MiB])[:2], 32 * MiB, (1, 0, True)),
         (changed(4, None), 40 * MiB, (1, 1, True)),  # the model needs a segment where the device did not
         ([*EVENTS, ["segment_alloc", 0, 2 * MiB], ["alloc", 64 * MiB, 4 * MiB]], 60 * MiB, (1, 1, True)),
+        # The device asked for a segment where the model has a free block.
+        (
+            [*EVENTS, ["free", 64 * MiB], ["segment_alloc", 0, 40 * MiB], ["alloc", 0, 40 * MiB]],
+            80 * MiB,
+            (1, 1, False),
+        ),
         ([*EVENTS, ["segment_free", 0, 2 * MiB]], 40 * MiB, (0, 1, True)),  # nothing is unused by then
     ],
 )

@@ -447,6 +447,16 @@ def test_a_birth_that_a_death_works_off_raises_in_its_operator() -> None:
         assert allocator.allocated_bytes == 0
 
 
+def test_what_was_refused_is_refused_again() -> None:
+    """A storage that found no room is not taken for counted when it is seen once more."""
+    tracker = StorageTracker("cpu", allocator=CachingAllocator(2 * MiB))
+    large = torch.empty(MiB)
+    with tracker:
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                tracker.resident([large])
+
+
 def test_growing_beyond_the_cap_raises_and_keeps_the_old_room() -> None:
     """A storage that cannot grow counts as before until it dies."""
     allocator = CachingAllocator(2 * MiB)
