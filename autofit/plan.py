@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
+from autofit.recipe import to_python
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,6 +150,10 @@ class Plan(FrozenModel):
             batch_dims=batch_dims,
             max_grad_norm=max_grad_norm,
         )
+
+    def to_python(self) -> str:
+        """The best trial's step as plain PyTorch code that imports no autofit; the loss must be a mean over samples."""
+        return to_python(self.candidate, target_batch=self.target_batch)
 
     def to_json(self) -> str:
         """The plan as one JSON document; what was not measured is null."""

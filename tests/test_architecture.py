@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "units": 0.5,
     "candidate": 1,
+    "recipe": 1.5,
     "plan": 2,
     "device": 3,
     "flags": 3,
