@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 from simulated import Device, affine_bytes, affine_seconds, fitted, ran_out, space
+from sqlalchemy import Engine, event
 
 from autofit.candidate import Candidate
 from autofit.errors import ConfigError
@@ -28,6 +30,18 @@ from autofit.units import GiB
 
 ALL = space(modes=("none", "full"))
 CAP = 9 * GiB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """SQLite leaves it to the system when to write: these tests end processes, not the power."""
+
+    def relax(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", relax)
+    yield
+    event.remove(Engine, "connect", relax)
 
 
 @pytest.fixture(scope="module")
