@@ -274,9 +274,10 @@ def test_smaller_micro_batches_may_be_faster():
     assert seconds_of(ALL[-1]) > 1.5 * optimum
 
 
-def test_recomputes_only_where_the_twin_does_not_fit():
+@pytest.mark.parametrize("overhead", [0.0, 0.05, 0.5])
+def test_recomputes_only_where_the_twin_does_not_fit(overhead):
     """Recomputing less is faster at the same split, so `full` is tried only above the limit of its twin."""
-    device = Device(cap_bytes=4 * GiB)
+    device = Device(cap_bytes=4 * GiB, seconds_of=lambda c: affine_seconds(c) + c.accumulation_steps * overhead)
     search(ALL, device.evaluate, cap_bytes=device.cap_bytes, predict=affine_bytes)
     for candidate in device.calls:
         if candidate.checkpointing.mode == "full":
