@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from autofit.batch.nest import leaves
 from autofit.errors import StepError
@@ -81,59 +80,94 @@ class StepStart:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
-        self._saved: dict[int, _SavedBuffer] = {}
+        self._places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._small: list[_SavedBuffer] = []
+        self._large: list[_SavedBuffer] = []
+        self._copied_together: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._random_states: RandomStates | None = None
 
     @torch.no_grad()
     def mark(self) -> None:
         """This is the start."""
         self._random_states = RandomStates(self._device)
-        stale: dict[tuple[torch.dtype, torch.device], list[_SavedBuffer]] = {}
-        for place, (module, name) in enumerate(self._places):
-            buffer = module._buffers.get(name)
-            saved = self._saved.get(place)
-            if buffer is None or buffer.layout != torch.strided:
-                self._saved.pop(place, None)
-            elif saved is None or saved.buffer is not buffer:
-                self._saved[place] = _SavedBuffer(buffer, buffer.detach().clone(), buffer._version)
-            elif buffer.nbytes <= ALWAYS_COPIED_BYTES or saved.version != buffer._version:
-                stale.setdefault((buffer.dtype, buffer.device), []).append(saved)
-                saved.version = buffer._version
-        for group in stale.values():
-            torch._foreach_copy_([saved.copy for saved in group], [saved.buffer for saved in group])
+        saved = (*self._small, *self._large)
+        if len(saved) != len(self._places) or any(s.owner.get(s.name) is not s.buffer for s in saved):
+            self._copy_anew()
+            return
+        for copies, buffers in self._copied_together:
+            torch._foreach_copy_(copies, buffers)
+        for large in self._large:
+            if large.version != large.buffer._version:
+                large.copy.copy_(large.buffer)
+                large.version = large.buffer._version
+
+    def _copy_anew(self) -> None:
+        """The first time, and when the model has put another tensor in the place of a buffer."""
+        self._small, self._large = [], []
+        together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._places = [place for place in self._places if _is_strided(place[0].get(place[1]))]
+        for owner, name in self._places:
+            buffer = owner[name]
+            assert buffer is not None
+            saved = _SavedBuffer(owner, name, buffer, buffer.detach().clone(), buffer._version)
+            if buffer.nbytes > ALWAYS_COPIED_BYTES:
+                self._large.append(saved)
+                continue
+            self._small.append(saved)
+            copies, buffers = together.setdefault((buffer.dtype, buffer.device), ([], []))
+            copies.append(saved.copy)
+            buffers.append(buffer.detach())
+        self._copied_together = list(together.values())
 
     @torch.no_grad()
     def go_back(self) -> None:
         """Buffers and random states are again what they were at the start."""
-        for place, saved in self._saved.items():
-            module, name = self._places[place]
-            module._buffers[name] = saved.buffer
-            if saved.buffer.nbytes <= ALWAYS_COPIED_BYTES or saved.buffer._version != saved.version:
-                saved.buffer.copy_(saved.copy)
-                saved.version = saved.buffer._version
+        for saved in (*self._small, *self._large):
+            saved.owner[saved.name] = saved.buffer
+            saved.buffer.copy_(saved.copy)
+            saved.version = saved.buffer._version
         if self._random_states is not None:
             self._random_states.put_back()
 
 
 @dataclass
 class _SavedBuffer:
+    owner: dict[str, torch.Tensor | None]
+    name: str
     buffer: torch.Tensor
     copy: torch.Tensor
     version: int
 
 
+def _is_strided(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.layout == torch.strided
+
+
 class OptimizerStart:
-    """Parameters and optimizer state before the optimizer steps: enough to tell whether it changed anything."""
+    """Parameters and optimizer state before each step of the optimizer: enough to tell whether it changed anything."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._versions = [(tensor, tensor._version) for tensor in _tensors(optimizer)]
-        self._held = set(optimizer.state)
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._held: set[Any] = set()
+
+    def mark(self) -> None:
+        """The optimizer is about to step."""
+        if len(self._optimizer.state) != len(self._held) or not self._tensors:
+            self._held = set(self._optimizer.state)
+            self._tensors = _tensors(self._optimizer)
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def undo(self) -> None:
         """Forgets state that the failed step began to make. Raises StepError when it has changed values already."""
-        changed = sum(tensor._version != version for tensor, version in self._versions)
+        for parameter in [key for key in self._optimizer.state if key not in self._held]:
+            del self._optimizer.state[parameter]
+        now = {id(tensor) for tensor in _tensors(self._optimizer)}
+        changed = sum(
+            tensor._version != version or id(tensor) not in now
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+        )
         if changed:
             raise StepError(
                 f"Memory ran out in the middle of {type(self._optimizer).__name__}.step(), after {changed} of "
@@ -142,14 +176,13 @@ class OptimizerStart:
                 "temporary memory (fused=True).",
                 phase="optimizer",
             )
-        for parameter in [key for key in self._optimizer.state if key not in self._held]:
-            del self._optimizer.state[parameter]
 
 
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
-    return [tensor for tensor in (*parameters, *states) if isinstance(tensor, torch.Tensor)]
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for state in optimizer.state.values():
+        found += state.values() if isinstance(state, dict) else ()
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def release_memory(device: torch.device) -> None:

@@ -62,7 +62,7 @@ class TrainStep(Accumulation):
         self._sizes = MicroBatchSizes(self.candidate.micro_batch_size)
         self._evaluation_sizes = MicroBatchSizes(self.candidate.micro_batch_size)
         self._start = StepStart(self.model, self._device)
-        self._optimizer_start: OptimizerStart | None = None
+        self._optimizer_start = OptimizerStart(self.optimizer)
         self._steps = 0
 
     def __call__(self, batch: Any) -> StepResult:
@@ -137,22 +137,20 @@ class TrainStep(Accumulation):
 
     def _undo(self) -> None:
         """Back to the start of the step. The gradients are gone already."""
-        if self._optimizer_start is not None:
+        if self.phase == "optimizer":
             self._optimizer_start.undo()
         self._start.go_back()
         self._precision.renew_scaler()
 
     def _train(self, parts: list[Part]) -> StepResult:
-        self._optimizer_start = None
         with self.activated():
             self.zero_grad()
             try:
                 loss = self.micro_step(parts[0])
                 for part in parts[1:]:
                     loss = loss + self.micro_step(part)
-                self._optimizer_start = OptimizerStart(self.optimizer)
+                self._optimizer_start.mark()
                 grad_norm = self.optimizer_step()
-                self._optimizer_start = None
             finally:  # also the partial gradients of a step that failed
                 self.zero_grad()
         return StepResult(loss, grad_norm, tuple(part.samples for part in parts))
