@@ -1,13 +1,15 @@
 """The training runs of the xMem study, as far as they are described in public: models, batches, and the loop.
 
-Transformers' configurations are written out from the hub's public files; no weights and no hub are needed.
+Transformers' configurations are written out from the hub's public files; no weights and no hub are needed. The study
+used transformers 4.51.3; where that differs from later versions in memory, `study_cache` and `study_attention` do what
+it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,8 @@ from torch.optim import Optimizer
 IMAGE_PIXELS = 86
 TOKENS = 128
 STEPS = 4
+
+RunPhase = Literal["forward", "backward", "optimizer"]
 LEARNING_RATE = 1e-3
 
 
@@ -38,7 +42,7 @@ def make_model(name: str) -> nn.Module:
         return _torchvision(name) if name in _TORCHVISION else _transformers(name)
 
 
-def make_batch(model: nn.Module, run: Run) -> dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
+def make_batch(run: Run) -> dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
     """Images and classes, or tokens that are their own labels."""
     if run.model in _TORCHVISION:
         return torch.empty(run.batch, 3, IMAGE_PIXELS, IMAGE_PIXELS), torch.empty(run.batch, dtype=torch.int64)
@@ -46,7 +50,7 @@ def make_batch(model: nn.Module, run: Run) -> dict[str, torch.Tensor] | tuple[to
     return {"input_ids": tokens, "attention_mask": torch.empty_like(tokens), "labels": torch.empty_like(tokens)}
 
 
-def train(model: nn.Module, run: Run, batch: Any, device: torch.device, at: Callable[[str], None]) -> None:
+def train(model: nn.Module, run: Run, batch: Any, device: torch.device, at: Callable[[RunPhase], None]) -> None:
     """The study's loop: outputs and loss live until the next forward has returned. `at` hears the phases."""
     optimizer: Optimizer = getattr(torch.optim, run.optimizer)(model.parameters(), lr=LEARNING_RATE)
     model.train()
@@ -56,7 +60,7 @@ def train(model: nn.Module, run: Run, batch: Any, device: torch.device, at: Call
             optimizer.zero_grad()
         if isinstance(batch, dict):
             moved = {key: value.to(device) for key, value in batch.items()}
-            outputs = model(**moved)
+            outputs = model(**moved, past_key_values=study_cache(model))
             loss = outputs.loss
         else:
             images, classes = (value.to(device) for value in batch)
@@ -101,14 +105,6 @@ def _torchvision(name: str) -> nn.Module:
     return model
 
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _T5 = {"feed_forward_proj": "relu", "d_kv": 64, "vocab_size": 32128, "decoder_start_token_id": 0}
 
 # Class, attention, configuration.
@@ -187,7 +183,7 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "google/gemma-2-2b-it": (
         "Gemma2",
-        "sdpa",
+        "eager",
         {
             "hidden_size": 2304,
             "intermediate_size": 9216,
@@ -211,7 +207,6 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "vocab_size": 128256,
             "tie_word_embeddings": True,
             "max_position_embeddings": 131072,
-            "rope_parameters": _LLAMA3_ROPE,
         },
     ),
 }
@@ -222,7 +217,40 @@ def _transformers(name: str) -> nn.Module:
 
     family, attention, values = _CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(**values)
-    config._attn_implementation = attention
+    config._attn_implementation = study_attention() if family == "GPT2" else attention
     head = "ForConditionalGeneration" if family == "T5" else "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model: nn.Module = getattr(transformers, f"{family}{head}")(config)
+    if family == "GPT2":  # each layer had a causal mask of its own
+        for block in model.transformer.h:
+            mask = torch.empty(1, 1, config.n_positions, config.n_positions, dtype=torch.bool)
+            block.attn.register_buffer("study_bias", mask, persistent=False)
     return model
+
+
+def study_cache(model: nn.Module) -> Any:
+    """A cache that keeps the first keys and values as they are; later versions of transformers copy them."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    class AsTheyAre(DynamicCache):
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *others: Any, **more: Any) -> Any:
+            self.kept = [*getattr(self, "kept", []), (keys, values)]
+            return keys, values
+
+    config: Any = model.config
+    return EncoderDecoderCache(AsTheyAre(), AsTheyAre()) if config.is_encoder_decoder else AsTheyAre()
+
+
+def study_attention() -> str:
+    """Attention that copies its inputs first where they are not contiguous; registered with transformers by name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def contiguous_sdpa(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **more: Any
+    ) -> Any:
+        return sdpa_attention_forward(module, query.contiguous(), key.contiguous(), value.contiguous(), *others, **more)
+
+    AttentionInterface.register("contiguous_sdpa", contiguous_sdpa)
+    AttentionMaskInterface.register("contiguous_sdpa", sdpa_mask)
+    return "contiguous_sdpa"

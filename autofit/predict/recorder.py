@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Category = Literal[
     "weights", "gradients", "optimizer_states", "buffers", "activations", "inputs", "temporary", "workspaces"
@@ -23,6 +23,7 @@ Phase = Literal["setup", "forward", "backward", "optimizer"]
 _DEVICE_OF = torch.ops.prim.device.default
 _SCALAR_OF = torch.ops.aten._local_scalar_dense.default
 _FIND_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.uniform_.default)
 _OTHERS_SEQUENCE = 2**62  # accumulation nodes are numbered beyond every node of a forward pass
 
 
@@ -72,13 +73,18 @@ class Scratch(Protocol):
         """Bytes of blocks that the operator gives back when it returns."""
 
 
+# Hears of every operator that ran: itself, its arguments, its result, and how many marks the trace had.
+Watch = Callable[[Any, Sequence[Any], Mapping[str, Any], Any, int], None]
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage on `device` that is born under it until it dies.
 
-    Goes above a `FakeTensorMode`. Scalars that are read from fake tensors are answered with a constant.
+    Goes above a `FakeTensorMode`. Values that are read from fake tensors are answered with a constant; a single random
+    number is 0.5, so that what is left out at random stays.
     """
 
-    def __init__(self, device: torch.device, *, scratch: Scratch | None = None) -> None:
+    def __init__(self, device: torch.device, *, scratch: Scratch | None = None, watch: Watch | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase: Callable[[], Phase] = lambda: "setup"
@@ -86,6 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: Any = None
         self._device_type = device.type
         self._scratch = scratch
+        self._watch = watch
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._no_overflow: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
@@ -105,6 +112,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _FIND_OVERFLOW:
             found = args[1].untyped_storage()
             self._no_overflow[found._cdata] = weakref.ref(found)
+        elif func in _UNIFORM and out.numel() == 1:
+            out.constant = _half(out)
         if isinstance(out, torch.Tensor):
             self._see(out, func)
         elif isinstance(out, (tuple, list)):
@@ -113,6 +122,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._see(item, func)
         if self._scratch is not None:
             self._take_scratch(self._scratch, func, args, out)
+        if self._watch is not None:
+            self._watch(func, args, kwargs or {}, out, len(self.trace.marks))
         return out
 
     @property
@@ -249,3 +260,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype.is_floating_point:
             return 1.0
         return True if tensor.dtype == torch.bool else 1
+
+
+def _half(number: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.full(number.shape, 0.5, dtype=number.dtype)

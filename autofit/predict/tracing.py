@@ -1,4 +1,4 @@
-"""A training step on tensors without values: the very `TrainStep` that trains, followed storage by storage."""
+"""A training step on tensors without values: the very one that trains, followed storage by storage."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from autofit.errors import ConfigError
 from autofit.gpus import Capability
 from autofit.loss.forms import Loss
 from autofit.predict.failures import UntraceableError
-from autofit.predict.recorder import Recorder, Trace
+from autofit.predict.recorder import Recorder, Trace, Watch
 from autofit.predict.scratch import CudaScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
-from autofit.step.accumulation import Part
-from autofit.step.train_step import TrainStep
+from autofit.step.accumulation import Accumulation, Part, StepOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained, and on which device. `capability` is the compute capability of a CUDA device."""
+    """What is trained, and where. `capability` is the compute capability of a CUDA device; the options name it too."""
 
     model: nn.Module
     sample_batch: Any
@@ -37,17 +36,19 @@ class Subject:
     optimizer: OptimizerLike
     device: torch.device
     capability: Capability
-    step_options: dict[str, Any] = field(default_factory=dict)
+    step_options: StepOptions = field(default_factory=StepOptions)
 
 
 @contextmanager
-def following(model: nn.Module, *, device: torch.device, capability: Capability) -> Iterator[tuple[Recorder, Shadow]]:
+def following(
+    model: nn.Module, *, device: torch.device, capability: Capability, watch: Watch | None = None
+) -> Iterator[tuple[Recorder, Shadow]]:
     """Inside, `model` has no values and everything that runs is recorded; afterwards it is what it was.
 
     Raises UntraceableError, from the original error, when something inside needs values or a device.
     """
     cuda = device.type == "cuda"
-    recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None)
+    recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None, watch=watch)
     engine = PythonEngine(SavedTensors(recorder.saved), on_node=recorder.enter_node, in_place=cuda)
     shadow = Shadow(device)
     with ExitStack() as stack:
@@ -79,14 +80,14 @@ def _explaining(recorder: Recorder) -> Iterator[None]:
         ) from error
 
 
-def trace_step(subject: Subject, candidate: Candidate) -> Trace:
+def trace_step(subject: Subject, candidate: Candidate, *, watch: Watch | None = None) -> Trace:
     """Two optimizer steps of `candidate`: one of one micro-batch, which makes the optimizer's state, and a full one.
 
     Of the full one's micro-batches at most two run, since a third needs what the second needed. Marks: `micro 0` and
     so on, by the position in the batch, and `optimizer`.
     """
     model = subject.model
-    with following(model, device=subject.device, capability=subject.capability) as (recorder, shadow):
+    with following(model, device=subject.device, capability=subject.capability, watch=watch) as (recorder, shadow):
         if not model.training:
             model.train()
         parts = min(candidate.accumulation_steps, 2)
@@ -98,7 +99,6 @@ def trace_step(subject: Subject, candidate: Candidate) -> Trace:
             model,
             shadow.optimizer(subject.optimizer, model),
             candidate.model_copy(update={"accumulation_steps": parts}),
-            device=subject.device,
             **subject.step_options,
         )
         step.follow(recorder)
@@ -127,7 +127,7 @@ def _optimizer_step(step: _FollowedStep, pieces: list[Part], recorder: Recorder)
     step.zero_grad()
 
 
-class _FollowedStep(TrainStep):
+class _FollowedStep(Accumulation):
     """The training step itself; it only tells the recorder what is what."""
 
     def follow(self, recorder: Recorder) -> None:

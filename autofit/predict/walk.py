@@ -70,7 +70,7 @@ class SavedTensors:
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.tensor is None:
             raise RuntimeError("Trying to backward through the graph a second time: what it saved has been released.")
-        # What an earlier node saved is not this one's. A copy made in order to be saved may have a node of its own since.
+        # What an earlier node saved is not this one's. A copy made to be saved may have got a node of its own since.
         if saved.sequence >= self._running:
             self._read.append(saved)
         return saved.tensor

@@ -1,0 +1,112 @@
+"""What the operators of a step compute and move, counted while it is traced without values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from autofit.predict.recorder import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operator: floating point operations of its matrix products, bytes read and written, dtype of its inputs."""
+
+    operations: float
+    moved_bytes: float
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operators of one micro-step, with the gradients of earlier ones there, and of the optimizer step."""
+
+    micro_step: tuple[Operation, ...]
+    optimizer_step: tuple[Operation, ...]
+
+
+class WorkLog:
+    """Counts what runs on the device, between one mark of a trace and the next; pass it to `trace_step` as `watch`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
+        self._between: defaultdict[int, list[Operation]] = defaultdict(list)
+
+    def __call__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, mark: int) -> None:
+        """Counts one operator that ran after the trace's `mark`-th mark."""
+        read = [tensor for tensor in _tensors((*args, *kwargs.values())) if self._on_device(tensor)]
+        written = [tensor for tensor in _tensors((out,)) if self._on_device(tensor)]
+        if not _runs(operator, read, written):
+            return
+        formula = flop_registry.get(operator.overloadpacket)
+        self._between[mark].append(
+            Operation(
+                operations=0 if formula is None else formula(*args, **kwargs, out_val=out),
+                moved_bytes=sum(_bytes(tensor) for tensor in read) + sum(_bytes(tensor) for tensor in written),
+                dtype=next((tensor.dtype for tensor in read if tensor.dtype.is_floating_point), None),
+            )
+        )
+
+    def work(self, trace: Trace) -> Work:
+        """The last micro-step and the last optimizer step of `trace`: what all but the first are like."""
+        last = len(trace.marks)
+        return Work(tuple(self._between[last - 1]), tuple(self._between[last]))
+
+    def _on_device(self, tensor: Any) -> bool:
+        return bool(getattr(tensor, "fake_device", tensor.device).type == self._device_type)
+
+
+def work_at(samples: int, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
+    """The work of a micro-batch of `samples` on the line through two others, given as (samples, work).
+
+    Where different operators ran, the larger one in proportion: better than nothing, and said nowhere to be exact.
+    """
+    return Work(
+        *(
+            tuple(_along(samples, low[0], small, high[0], large))
+            for small, large in (
+                (low[1].micro_step, high[1].micro_step),
+                (low[1].optimizer_step, high[1].optimizer_step),
+            )
+        )
+    )
+
+
+def _along(
+    samples: int, low: int, small: tuple[Operation, ...], high: int, large: tuple[Operation, ...]
+) -> Iterator[Operation]:
+    if len(small) != len(large):
+        low, small = 0, tuple(Operation(0, 0, operation.dtype) for operation in large)
+    share = (samples - low) / (high - low)
+    for a, b in zip(small, large, strict=True):
+        operations = a.operations + (b.operations - a.operations) * share
+        moved_bytes = a.moved_bytes + (b.moved_bytes - a.moved_bytes) * share
+        yield Operation(max(operations, 0), max(moved_bytes, 0), b.dtype)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _runs(operator: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel runs: views hand out the storage that they were given, and empty tensors are not filled."""
+    if operator._schema.is_mutable:
+        return bool(read or written)
+    if operator.overloadpacket.__name__.startswith(("empty", "new_empty")):
+        return False
+    given = {tensor.untyped_storage()._cdata for tensor in read}
+    return any(tensor.untyped_storage()._cdata not in given for tensor in written)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading or writing the tensor touches; an expanded one has fewer than its shape says."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
