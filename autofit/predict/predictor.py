@@ -19,7 +19,7 @@ from autofit.predict.recorder import Trace
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.shadow import OptimizerLike
 from autofit.predict.tracing import Subject, trace_step
-from autofit.step.accumulation import StepOptions
+from autofit.step.accumulation import LossOptions
 
 # A GPU of which nothing is said: today's commonest, Ampere and Ada.
 _DEFAULT_CAPABILITY: Capability = (8, 0)
@@ -53,13 +53,8 @@ class Predictor:
         max_grad_norm: float | None = None,
     ) -> None:
         self._device = _traced_device(device, gpu)
-        options = StepOptions(
-            loss_fn=loss_fn,
-            compute_loss=compute_loss,
-            loss_weight=loss_weight,
-            batch_dims=batch_dims,
-            max_grad_norm=max_grad_norm,
-            device=self._device,
+        options = LossOptions(
+            loss_fn=loss_fn, compute_loss=compute_loss, loss_weight=loss_weight, batch_dims=batch_dims
         )
         self._subject = Subject(
             model=model,
@@ -69,6 +64,7 @@ class Predictor:
             device=self._device,
             capability=_capability(self._device, gpu),
             step_options=options,
+            max_grad_norm=max_grad_norm,
         )
         self._lines: dict[_LineKey, Line] = {}
 

@@ -23,12 +23,12 @@ from autofit.predict.scratch import CudaScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
-from autofit.step.accumulation import Accumulation, Part, StepOptions
+from autofit.step.accumulation import Accumulation, LossOptions, Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained, and where. `capability` is the compute capability of a CUDA device; the options name it too."""
+    """What is trained, and on which device. `capability` is the compute capability of a CUDA device."""
 
     model: nn.Module
     sample_batch: Any
@@ -36,7 +36,8 @@ class Subject:
     optimizer: OptimizerLike
     device: torch.device
     capability: Capability
-    step_options: StepOptions = field(default_factory=StepOptions)
+    step_options: LossOptions = field(default_factory=LossOptions)
+    max_grad_norm: float | None = None
 
 
 @contextmanager
@@ -99,6 +100,8 @@ def trace_step(subject: Subject, candidate: Candidate, *, watch: Watch | None = 
             model,
             shadow.optimizer(subject.optimizer, model),
             candidate.model_copy(update={"accumulation_steps": parts}),
+            max_grad_norm=subject.max_grad_norm,
+            device=subject.device,
             **subject.step_options,
         )
         step.follow(recorder)
