@@ -36,8 +36,8 @@ class Structure:
 
     def _count_weights(self, module: nn.Module) -> int:
         if module not in self._weights:
-            total = _own_weights(module) + sum(self._count_weights(child) for child in module.children())
-            self._weights[module] = min(total, 1) if is_leaf(module) else total
+            inside = sum(self._count_weights(child) for child in module.children())
+            self._weights[module] = _own_weights(module) + inside
         return self._weights[module]
 
     def weights(self, module: nn.Module) -> int:

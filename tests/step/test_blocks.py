@@ -124,6 +124,17 @@ class ByHand(nn.Module):
         return x + torch.relu(x @ self.up) @ self.down
 
 
+class Affine(nn.Module):
+    """Parameters of two dimensions that multiply no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(1, 4)), nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
 class Residual(nn.Module):
     """A block as people write them."""
 
@@ -264,7 +275,10 @@ STRUCTURES = {
         ("layers.0", "layers.1"),
     ),
     "few blocks beside a long stack": (
-        lambda: Parts(stack=chain(*(linear() for _ in range(16))), a=Residual(), b=Residual()),
+        lambda: Parts(
+            stack=chain(*(linear() for _ in range(16))),
+            **{name: Encoder(inner=chain(linear(), linear())) for name in ("a", "b")},
+        ),
         ("a", "b", "stack[0:4]", "stack[4:8]", "stack[8:12]", "stack[12:16]"),
     ),
     "recurrent layers": (lambda: Parts(one=nn.LSTM(4, 4), two=nn.LSTM(4, 4)), ("one", "two")),
@@ -275,9 +289,10 @@ STRUCTURES = {
         (),
     ),
     "lazy layers": (
-        lambda: Parts(layers=nn.ModuleList(chain(nn.LazyLinear(4), nn.Tanh(), linear()) for _ in range(2))),
+        lambda: Parts(layers=nn.ModuleList(chain(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4)) for _ in range(2))),
         ("layers.0", "layers.1"),
     ),
+    "scales and shifts are no weights": (lambda: Parts(one=Affine(), layer=linear(), two=Affine()), ()),
     "nothing at all": (lambda: nn.ReLU(), ()),
 }
 
@@ -351,14 +366,18 @@ PATTERNS = {
     "a module holds its slices": (["stack[0:2]", "stack"], ("stack",)),
     "a slice holds its modules": (["stack[0:2]", "stack.1", "stack.2"], ("stack[0:2]", "stack.2")),
     "the same twice": (["head", "he*"], ("head",)),
+    "a second name for a module": (["tied"], ("tied",)),
+    "a module under both of its names": (["tied", "head"], ("head",)),
 }
 
 
 def named_model() -> Parts:
+    head = linear()
     return Parts(
         layers=nn.ModuleList(Residual() for _ in range(2)),
         stack=chain(linear(), nn.ReLU(), linear(), nn.ReLU()),
-        head=linear(),
+        head=head,
+        tied=head,
     )
 
 
@@ -518,6 +537,14 @@ def test_only_the_first_run_sees_the_input_of_a_sequential():
     with observe_calls(model, blocks.names) as observed:
         model(torch.ones(2, 4))
     assert keep_checkpointable(blocks, observed).names == ("stack[3:6]",)
+
+
+def test_inputs_are_held_no_longer_than_the_forward():
+    """What follows inside, such as backward, finds the memory of the blocks' inputs free."""
+    model = Parts(layers=chain(Residual(), Residual()))
+    with observe_calls(model, ["layers.*"]) as observed:
+        model(torch.ones(2, 4))
+        assert not observed._inputs
 
 
 def test_watching_leaves_nothing_behind():
