@@ -20,11 +20,11 @@ VOCABULARY = 200
 
 
 def make_model() -> BertForSequenceClassification:
-    """Three layers of width 64, two classes."""
+    """Two layers of width 64, two classes."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=256,
         num_labels=2,
@@ -51,7 +51,7 @@ def main() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     plan = autofit.tune(
         model,

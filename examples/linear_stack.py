@@ -35,10 +35,10 @@ def make_batch(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor
 
 
 def show(trial: autofit.Trial) -> None:
-    """One trial as a line: what was tried, the memory it took, how fast it was."""
-    peak = format_bytes(trial.peak_reserved_bytes) if trial.peak_reserved_bytes else "-"
-    speed = f"{trial.samples_per_second:,.0f} samples/s" if trial.samples_per_second else "-"
-    print(f"  {trial.candidate}: {peak}, {speed}, {trial.outcome}")
+    """One trial as a line: what was tried, how fast it was, and the memory it took, or why it was not run."""
+    peak, rate = trial.peak_reserved_bytes, trial.samples_per_second
+    facts = [format_bytes(peak) if peak else "", f"{rate:,.0f} samples/s" if rate else "", trial.outcome, trial.message]
+    print(f"  {trial.candidate}: {', '.join(filter(None, facts))}")
 
 
 def main() -> None:
