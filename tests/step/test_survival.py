@@ -82,7 +82,7 @@ def test_a_training_with_trouble_ends_like_one_without(monkeypatch: pytest.Monke
 
 
 def test_a_batch_that_is_suddenly_longer() -> None:
-    """Under a real cap a batch of larger images is trained in smaller micro-batches, and the others are not."""
+    """G8, G9, G12: under a real cap larger images are trained in smaller micro-batches, and the others are not."""
     model, _, step = start(8, micro=8)
     usual, large = image_batch(8, size=16), image_batch(8, size=96)
     resident = [*model.parameters(), *model.buffers()]
