@@ -151,11 +151,24 @@ def _findings(plan: Plan) -> Iterator[str]:
         yield f"Nothing fits into {_budget(plan)}."
     else:
         yield recipe(plan)
+        yield from _tie(plan)
         peak = plan.best.peak_reserved_bytes
         if peak is not None:
             yield f"Its peak is {format_bytes(peak)}, {_percent(peak / plan.cap_bytes)} of {_budget(plan)}."
     source = plan.environment.memory_source
     yield f"Memory was {source}." if source.startswith(("measured", "tracked", "predicted")) else f"Memory: {source}."
+
+
+def _tie(plan: Plan) -> Iterator[str]:
+    """Why the best trial is not the one with the highest figure, where it is not."""
+    rates = {t.number: t.samples_per_second for t in plan.trials if t.feasible and t.samples_per_second}
+    own = rates.get(plan.best.number)
+    fastest = max(rates, key=lambda number: rates[number], default=None)
+    if own is not None and fastest is not None and rates[fastest] > own:
+        yield (
+            f"Trial {fastest} was {_percent(rates[fastest] / own - 1)} faster, which is within the noise of the "
+            "measurements: a tie, and a tie goes to less memory."
+        )
 
 
 def _budget(plan: Plan) -> str:

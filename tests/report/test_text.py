@@ -102,6 +102,16 @@ def test_a_small_peak_is_not_said_to_be_nothing(cap_bytes: int, share: str) -> N
     assert f"Its peak is 80.0 MiB, {share} of the budget" in report_text(plan)
 
 
+def test_a_tie_is_explained() -> None:
+    """Where a trial with a higher figure is not the best one, the report says why; else it does not."""
+    plan = load("cpu")
+    assert "tie" not in report_text(plan)
+    (first, *others) = plan.trials
+    faster = first.model_copy(update={"samples_per_second": (plan.best.samples_per_second or 0) * 1.02})
+    text = report_text(plan.model_copy(update={"trials": (faster, *others)}))
+    assert "Trial 0 was 2% faster, which is within the noise" in text
+
+
 def test_text_in_a_plan_is_not_markup() -> None:
     """Square brackets in a note or a model's name come out as they are."""
     plan = load("cpu")
