@@ -120,8 +120,8 @@ def _between(low: Trace, high: Trace) -> tuple[_Affine | None, str]:
 def _born_in_second(trace: Trace) -> list[bool]:
     """Which storages belong to the second micro-batch of an optimizer step."""
     result = [False] * len(trace.sizes)
-    ends = [at for at, _ in trace.marks[1:]] + [len(trace.events)]
-    for (start, name), end in zip(trace.marks, ends, strict=True):
+    ends = [*(at for at, _ in trace.marks[1:]), len(trace.events)]
+    for (start, name), end in zip(trace.marks, ends, strict=False):
         if name == "micro 1":
             for event in trace.events[start:end]:
                 if event >= 0:
