@@ -80,7 +80,7 @@ def _check(space: Sequence[Candidate], *, cap_bytes: int | None, max_trials: int
         raise ConfigError("The space has no candidates: pass at least one.")
     if cap_bytes is not None and cap_bytes < 0:
         raise ConfigError(f"cap_bytes={cap_bytes!r} is not allowed: pass bytes from 0 on, or None for no known cap.")
-    if max_trials is not None and (isinstance(max_trials, bool) or max_trials < 1):
+    if max_trials is not None and (isinstance(max_trials, bool) or not isinstance(max_trials, int) or max_trials < 1):
         raise ConfigError(
             f"max_trials={max_trials!r} is not allowed: pass a number from 1 on, or None for the default."
         )

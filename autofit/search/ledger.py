@@ -14,6 +14,7 @@ people to read, and the whole `Trial` as a user attribute. How outcomes are told
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import get_args
@@ -29,6 +30,10 @@ from autofit.search.worker import describe_worker, is_alive
 from autofit.units import format_bytes
 
 _logger = logging.getLogger(__name__)
+
+# A worker writes its candidate down just after its trial has begun; one that takes longer than this has died.
+CLAIM_WAIT_SECONDS = 5.0
+CLAIM_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Ledger:
         self._sampler = sampler
         self._cap = cap_bytes
         self._finished: dict[int, Entry | None] = {}
+        self._given_up_on: set[int] = set()
 
     def entries(self) -> list[Entry]:
         """All trials that are still true under this cap, in order of their numbers."""
@@ -107,10 +113,22 @@ class Ledger:
                     self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _is_taken(self, candidate: Candidate, *, before: int) -> bool:
+        """Whether a trial with a lower number has the candidate.
+
+        Those trials exist, since numbers are given in order, but some may not have said yet which candidate is theirs.
+        """
+        deadline = time.monotonic() + CLAIM_WAIT_SECONDS
+        while (silent := self._silent(before)) and time.monotonic() < deadline:
+            time.sleep(CLAIM_POLL_SECONDS)
+        self._given_up_on |= silent
         return any(
             entry.candidate == candidate and entry.number < before and (entry.running or entry.trial is not None)
             for entry in self.entries()
         )
+
+    def _silent(self, before: int) -> set[int]:
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return {t.number for t in running if t.number < before and "asked" not in t.user_attrs} - self._given_up_on
 
     def _write_parameters(self, trial: optuna.Trial, candidate: Candidate) -> None:
         size, steps = candidate.micro_batch_size, candidate.accumulation_steps

@@ -284,6 +284,20 @@ def test_a_candidate_that_runs_elsewhere_is_skipped(storage):
     assert device.calls[0] not in quick.calls
 
 
+def test_a_trial_that_says_nothing_is_waited_for_once(storage, monkeypatch):
+    """A worker that died before it wrote down its candidate holds the others up for a moment, not at every trial."""
+    monkeypatch.setattr("autofit.search.ledger.CLAIM_WAIT_SECONDS", 0.2)
+    backend = optuna.storages.RDBStorage(storage)
+    optuna.create_study(storage=backend, study_name="s", direction="maximize").ask()
+    backend.remove_session()
+    backend.engine.dispose()
+    pauses: list[float] = []
+    monkeypatch.setattr("autofit.search.ledger.time.sleep", lambda s: (pauses.append(s), threading.Event().wait(s)))
+    trials = search(ALL, Device(cap_bytes=CAP).evaluate, cap_bytes=CAP, storage=storage, study_name="s")
+    assert best_trial(trials) is not None
+    assert 0.1 < sum(pauses) < 0.4
+
+
 @pytest.mark.parametrize(
     ("change", "age", "alive"),
     [
