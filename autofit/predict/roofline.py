@@ -6,24 +6,13 @@ An operator takes as long as its arithmetic or its memory traffic, whichever is 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import nn
 
-from autofit.candidate import Candidate, Checkpointing, Precision
-from autofit.gpus import Gpu, find_gpu
-from autofit.memory import fit_threshold, replay
-from autofit.predict.line import SIZES, Line, SizedTrace
-from autofit.predict.observed import observed_blocks
-from autofit.predict.prediction import allocator_events
-from autofit.predict.predictor import Predictor
-from autofit.predict.recorder import Trace
-from autofit.predict.tracing import trace_step
-from autofit.predict.work import Operation, Work, WorkLog, work_at
-from autofit.step.blocks import Blocks
+from autofit.candidate import Precision
+from autofit.gpus import Gpu
+from autofit.predict.work import Operation, Work
 from autofit.timing import Round
 
 # Of the vendor's dense rate; torch's own roofline takes the same share (`torch.utils._runtime_estimation`).
@@ -57,76 +46,3 @@ def _rate(dtype: torch.dtype | None, gpu: Gpu, precision: Precision) -> float:
     if precision == "tf32":
         rates[torch.float32] = gpu.tf32
     return (rates.get(dtype) if dtype is not None else None) or gpu.float32
-
-
-_Key = tuple[Precision, Checkpointing, int]
-
-
-class StepPredictor(Predictor):
-    """Predicts for a GPU of the catalogue whether candidates fit and how long they take, from the same traces.
-
-    `options` as those of `Predictor`. TF32 needs what float32 needs, so both share their traces.
-    """
-
-    def __init__(self, model: nn.Module, sample_batch: Any, *, gpu: str, **options: Any) -> None:
-        super().__init__(model, sample_batch, gpu=gpu, **options)
-        self.gpu = find_gpu(gpu)
-        self._work: defaultdict[_Key, dict[int, Work]] = defaultdict(dict)
-
-    def step_seconds(self, candidate: Candidate, *, samples: int) -> float:
-        """Seconds of an optimizer step of `samples`: its micro-batches together are `samples`, however they differ."""
-        sizes = candidate.split(samples)
-        self._sized(candidate, samples)
-        known = self._work[self._key(candidate)]
-        if sizes[0] in known:
-            work = known[sizes[0]]
-        else:
-            low, high = ((size, known[size]) for size in SIZES)
-            work = work_at(samples / len(sizes), low, high)
-        return step_seconds(work, self.gpu, precision=candidate.precision, accumulation_steps=len(sizes))
-
-    def reserved_peak(self, candidate: Candidate, *, samples: int) -> int:
-        """Bytes that the allocator would reserve at most, if nothing held it back."""
-        return replay(allocator_events(self._sized(candidate, samples))).peak_reserved_bytes
-
-    def fits(self, candidate: Candidate, *, samples: int, cap_bytes: int) -> bool:
-        """Whether the step runs through under a cap on the allocator."""
-        return replay(allocator_events(self._sized(candidate, samples)), cap_bytes).fits
-
-    def needed_bytes(self, candidate: Candidate, *, samples: int) -> int:
-        """The smallest cap on the allocator under which the step runs through."""
-        return fit_threshold(allocator_events(self._sized(candidate, samples)))
-
-    def needed_at_least_bytes(self, candidate: Candidate, *, samples: int) -> int:
-        """A bound for a candidate of one micro-batch, from the traces of accumulation, which are at hand.
-
-        A second micro-batch as large differs by the gradients of the first, which are no more than the parameters.
-        """
-        accumulating = candidate.model_copy(update={"accumulation_steps": 2})
-        gradients = sum(2 * parameter.nbytes for parameter in self._subject.model.parameters())
-        return max(self.needed_bytes(accumulating, samples=2 * samples) - gradients, 0)
-
-    def observed_blocks(self, blocks: Blocks) -> Blocks:
-        """Those of `blocks` that can be recomputed, seen in one micro-step without values."""
-        return observed_blocks(self._subject, blocks)
-
-    def _sized(self, candidate: Candidate, samples: int) -> SizedTrace:
-        sizes = candidate.split(samples)
-        return self._line(candidate).at(sizes[0], sizes[min(1, len(sizes) - 1)])
-
-    def _key(self, candidate: Candidate) -> _Key:
-        precision: Precision = "float32" if candidate.precision == "tf32" else candidate.precision
-        return precision, candidate.checkpointing, min(candidate.accumulation_steps, 2)
-
-    def _line(self, candidate: Candidate) -> Line:
-        return super()._line(candidate.model_copy(update={"precision": self._key(candidate)[0]}))
-
-    def _trace(self, key: _Key, samples: int) -> Trace:
-        precision, checkpointing, steps = key
-        candidate = Candidate(
-            micro_batch_size=samples, accumulation_steps=steps, precision=precision, checkpointing=checkpointing
-        )
-        log = WorkLog(self._device)
-        trace = trace_step(self._subject, candidate, watch=log)
-        self._work[key][samples] = log.work(trace)
-        return trace

@@ -61,7 +61,7 @@ class WorkLog:
         return bool(getattr(tensor, "fake_device", tensor.device).type == self._device_type)
 
 
-def work_at(samples: int, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
+def work_at(samples: float, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
     """The work of a micro-batch of `samples` on the line through two others, given as (samples, work).
 
     Where different operators ran, the larger one in proportion: better than nothing, and said nowhere to be exact.
@@ -78,7 +78,7 @@ def work_at(samples: int, low: tuple[int, Work], high: tuple[int, Work]) -> Work
 
 
 def _along(
-    samples: int, low: int, small: tuple[Operation, ...], high: int, large: tuple[Operation, ...]
+    samples: float, low: int, small: tuple[Operation, ...], high: int, large: tuple[Operation, ...]
 ) -> Iterator[Operation]:
     if len(small) != len(large):
         low, small = 0, tuple(Operation(0, 0, operation.dtype) for operation in large)
