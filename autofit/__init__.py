@@ -16,14 +16,32 @@ from autofit._version import __version__
 if TYPE_CHECKING:
     from autofit import errors
     from autofit.candidate import Candidate, Checkpointing, SearchSpace
+    from autofit.forecaster import forecast
     from autofit.plan import Plan, Trial
+    from autofit.predict import MemoryPrediction, predict_memory
     from autofit.step import TrainStep
     from autofit.tuner import tune
 
-__all__ = ["tune", "TrainStep", "Plan", "Trial", "Candidate", "Checkpointing", "SearchSpace", "errors", "__version__"]
+__all__ = [
+    "tune",
+    "forecast",
+    "predict_memory",
+    "TrainStep",
+    "Plan",
+    "Trial",
+    "Candidate",
+    "Checkpointing",
+    "SearchSpace",
+    "MemoryPrediction",
+    "errors",
+    "__version__",
+]
 
 _HOMES = {
     "tune": "autofit.tuner",
+    "forecast": "autofit.forecaster",
+    "predict_memory": "autofit.predict",
+    "MemoryPrediction": "autofit.predict",
     "TrainStep": "autofit.step",
     "Plan": "autofit.plan",
     "Trial": "autofit.plan",

@@ -50,3 +50,28 @@ def resolve_budget(budget: str | int | float | None, *, info: DeviceInfo, meter:
             f"{format_bytes(outside)} outside the allocator. The device has {format_bytes(info.total_bytes)}."
         )
     return Budget(total, cap, outside, note + ".")
+
+
+def predicted_budget(budget: str | int | float | None, *, info: DeviceInfo, context_bytes: int) -> Budget:
+    """The budget on a device that is not here, or else its total memory less a small reserve.
+
+    `context_bytes` of it are taken to lie outside the allocator. Raises ConfigError as `resolve_budget` does.
+    """
+    if budget is not None:
+        total = parse_budget(budget, total_bytes=info.total_bytes)
+        note = f"The budget of {format_bytes(total)} is for one process on a {info.name}"
+    else:
+        reserve = reserve_bytes(info.total_bytes)
+        total = info.total_bytes - reserve
+        note = (
+            f"No budget was given: {format_bytes(total)} is the memory of a {info.name} that nobody else uses, less "
+            f"{format_bytes(reserve)}"
+        )
+    note += f"; {format_bytes(context_bytes)} of it are assumed to be the CUDA context, outside the allocator"
+    cap = total - context_bytes
+    if cap <= 0:
+        raise ConfigError(
+            f"The budget of {format_bytes(total)} leaves nothing for tensors: the CUDA context alone is assumed to "
+            f"take {format_bytes(context_bytes)}. A {info.name} has {format_bytes(info.total_bytes)}."
+        )
+    return Budget(total, cap, context_bytes, note + ".")

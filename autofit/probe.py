@@ -37,12 +37,12 @@ def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> Probe
         setup.recover()
         if failure is None:
             assert observed is not None
-            return ProbeResult(observed, (*_describe(observed), *_weighting_notes(setup)))
+            return ProbeResult(observed, (*describe_blocks(observed), *_weighting_notes(setup)))
         out_of_memory = failure.kind in ("memory", "maybe_memory")
         if (not out_of_memory and not shrunk) or failure.kind == "device_lost":
             _raise(failure, setup)
         if samples == 1 or not out_of_memory:  # too few samples can fail otherwise, as under BatchNorm
-            return ProbeResult(blocks, _describe(blocks))
+            return ProbeResult(blocks, describe_blocks(blocks))
         samples, shrunk = samples // 2, True
 
 
@@ -82,7 +82,8 @@ def _raise(failure: Failure, setup: TrialSetup) -> None:
     ) from failure.error
 
 
-def _describe(blocks: Blocks) -> tuple[str, ...]:
+def describe_blocks(blocks: Blocks) -> tuple[str, ...]:
+    """What people should know of the blocks that were found."""
     notes = []
     if blocks.names:
         notes.append(f"Blocks that can be recomputed: {len(blocks.names)}, {blocks.found_by}.")

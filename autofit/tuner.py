@@ -277,6 +277,12 @@ class _Tuning:
             cap_bytes=self.allowance.cap_bytes,
             best_number=best.number if best else None,
             trials=tuple(self.trials),
-            environment=describe_environment(self.setup, self.info, seed=self.seed),
+            environment=describe_environment(
+                self.setup.model,
+                self.info,
+                memory_source=self.setup.meter.source,
+                optimizer=type(self.setup.make_optimizer()).__name__,
+                seed=self.seed,
+            ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),
         )

@@ -47,6 +47,7 @@ LAYERS = {
     "foresight": 8.5,
     "probe": 8.5,
     "tuner": 9,
+    "forecaster": 9,
     "cli": 10,
     "__init__": 11,
     "__main__": 11,
@@ -132,12 +133,15 @@ def test_exported_names() -> None:
 
     assert autofit.__all__ == [
         "tune",
+        "forecast",
+        "predict_memory",
         "TrainStep",
         "Plan",
         "Trial",
         "Candidate",
         "Checkpointing",
         "SearchSpace",
+        "MemoryPrediction",
         "errors",
         "__version__",
     ]

@@ -37,10 +37,12 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_commands_name_options_that_exist() -> None:
     """Every `python -m autofit …` in a shell block parses as far as its options go."""
     commands = [line for block in blocks("sh") for line in re.split(r"\n|&&", block) if "python -m autofit" in line]
-    tune: Any = typer.main.get_command(app)
-    known = {option for parameter in tune.commands["tune"].params for option in parameter.opts}
+    group: Any = typer.main.get_command(app)
     assert len(commands) >= 4
     for command in commands:
+        name = command.split("autofit")[1].split()[0]
+        params = group.commands.get(name, group.commands["tune"]).params
+        known = {option for parameter in params for option in parameter.opts}
         used = {word for word in shlex.split(command) if word.startswith("--")}
         assert used
         assert used <= known, command

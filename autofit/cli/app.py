@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from autofit.cli.predict import predict
 from autofit.cli.tune import tune
 from autofit.errors import AutofitError, InfeasibleError
 
@@ -29,6 +30,7 @@ class DefaultCommandGroup(TyperGroup):
 
 app = typer.Typer(cls=DefaultCommandGroup, add_completion=False, pretty_exceptions_enable=False)
 app.command(DEFAULT_COMMAND)(tune)
+app.command("predict")(predict)
 
 
 @app.callback()

@@ -68,7 +68,7 @@ def _tune(request: Request) -> Plan:
     if where.endswith(".py"):
         say(console, f"autofit: running factory {factory} from {where}")
     workload = load_workload(request.model, image_size=request.image_size, sequence_length=request.sequence_length)
-    arguments = _arguments(request, workload)
+    arguments = merged_arguments(request, workload)
     device = arguments["device"] = resolve_device(arguments.get("device"), workload.model)
     notes = []
     if "target_batch" not in arguments:
@@ -85,7 +85,7 @@ def _tune(request: Request) -> Plan:
     return plan.model_copy(update={"notes": (*plan.notes, *notes)})
 
 
-def _arguments(request: Request, workload: Workload) -> dict[str, Any]:
+def merged_arguments(request: Request, workload: Workload) -> dict[str, Any]:
     """`tune`'s arguments: those of the user's factory, and over them those of the command line."""
     arguments = {"seed": SEED, **workload.arguments, **request.arguments}
     if request.optimizer is not None:
@@ -106,7 +106,7 @@ def _deliver(plan: Plan, output: Output) -> None:
     """Saves the plan if it can be trained with, and prints it even where saving fails."""
     try:
         if output.path is not None and plan.best_number is not None:
-            _save(plan, output.path)
+            save(plan, output.path)
     finally:
         _print(plan, output)
 
@@ -122,7 +122,8 @@ def _print(plan: Plan, output: Output) -> None:
         typer.echo(report_text(plan, plan_path=path, width=console.width), nl=False)
 
 
-def _save(plan: Plan, path: Path) -> None:
+def save(plan: Plan, path: Path) -> None:
+    """Writes the plan; raises ConfigError where that fails."""
     try:
         plan.save(path)
     except OSError as error:

@@ -22,7 +22,8 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _check_budget(budget: str | None) -> str | None:
+def check_budget(budget: str | None) -> str | None:
+    """Refuses what is no size."""
     if budget is not None:
         try:
             parse_budget(budget, total_bytes=sys.maxsize)  # the form; what the device has is checked when it is known
@@ -31,7 +32,8 @@ def _check_budget(budget: str | None) -> str | None:
     return budget
 
 
-def _check_out(out: Path | None) -> Path | None:
+def check_out(out: Path | None) -> Path | None:
+    """Refuses a path that no file can be written to."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{out} is not a file in an existing folder.")
     return out
@@ -88,7 +90,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="SIZE",
-            callback=_check_budget,
+            callback=check_budget,
             rich_help_panel=MEMORY,
             help="Memory that this process may use on the device: 8GiB, 400MiB, 0.9, 90%. Left out: what is free.",
         ),
@@ -147,7 +149,7 @@ def tune(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=_check_out, rich_help_panel=OUTPUT, help="Write the plan to this file, as JSON."
+            metavar="FILE", callback=check_out, rich_help_panel=OUTPUT, help="Write the plan to this file, as JSON."
         ),
     ] = None,
     version: Annotated[
@@ -167,8 +169,8 @@ def tune(
         image_size=image_size,
         sequence_length=sequence_length,
         optimizer=optimizer,
-        space=_given(precision=precision, checkpointing=checkpointing, micro_batch_size=micro_batch_size),
-        arguments=_given(
+        space=given(precision=precision, checkpointing=checkpointing, micro_batch_size=micro_batch_size),
+        arguments=given(
             target_batch=target_batch,
             budget=budget,
             device=device,
@@ -182,6 +184,6 @@ def tune(
     run(request, Output(as_json=as_json, path=out))
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def given(**options: Any) -> dict[str, Any]:
     """The options that were given; the rest is left to `tune`'s own defaults, or to the user's factory."""
     return {name: value for name, value in options.items() if value is not None}

@@ -129,7 +129,9 @@ def _headline(plan: Plan) -> str:
 
 
 def _shown(plan: Plan) -> list[Trial]:
-    """The trials that ran; all of them where none did."""
+    """The trials that ran; all of them where none did, or where the best is a forecast."""
+    if plan.best_number is not None and plan.best.outcome == "predicted":
+        return list(plan.trials)
     return [trial for trial in plan.trials if trial.outcome not in NOT_TRIED] or list(plan.trials)
 
 
@@ -217,7 +219,8 @@ def _rate(trial: Trial) -> str:
     rate = trial.samples_per_second
     if rate is None:
         return ""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f"~{text}" if trial.outcome == "predicted" else text
 
 
 def _percent(share: float) -> str:

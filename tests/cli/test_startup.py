@@ -27,7 +27,14 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["--version"], 0), (["tune", "--help"], 0), ([], 2), (["--model", "x", "--nonsense"], 2)],
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["tune", "--help"], 0),
+        (["predict", "--help"], 0),
+        ([], 2),
+        (["--model", "x", "--nonsense"], 2),
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str], code: int) -> None:
     """Help, version and usage errors answer without torch."""
