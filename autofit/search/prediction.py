@@ -11,7 +11,7 @@ from autofit.search.lines import Line, Space
 
 Predict = Callable[[Candidate], int | None]
 
-# After the n-th prediction that ran out on a line, this share · 3^(n-1) is added to what the failure proves.
+# After the n-th prediction that ran out on a line, this share · 3^(n-1) is added to what failures prove.
 PUSH = 0.03
 
 
@@ -45,7 +45,10 @@ class Predictions:
 
         By bisection, since memory grows along a line.
         """
-        factor = self._factor(line, evidence)
+        found = self._bisect(line, self._factor(line, evidence), low=low, high=high)
+        return 0 if found == -1 and self._may_fit_yet(line, evidence) else found
+
+    def _bisect(self, line: Line, factor: float, *, low: int, high: int) -> int | None:
         while low < high:
             middle = (low + high + 1) // 2
             raw = self.raw(line, middle)
@@ -57,9 +60,17 @@ class Predictions:
                 high = middle - 1
         return low
 
+    def _may_fit_yet(self, line: Line, evidence: Evidence) -> bool:
+        """Whether the smallest split, on a line that had failures, would fit as far as these prove anything."""
+        failed, raw = evidence[line].failed, self.raw(line, 0)
+        proven, _ = self._bounds(line, evidence[line])
+        return bool(failed) and 0 not in failed and raw is not None and raw * max(1.0, proven) <= self._cap
+
     def _factor(self, line: Line, evidence: Evidence) -> float:
         """The factor nearest to 1 that agrees with the trials: of this line, and of others where it says nothing."""
-        low, high = self._bounds(line, evidence[line])
+        proven, high = self._bounds(line, evidence[line])
+        failures = sum((self.raw(line, index) or math.inf) <= self._cap for index in evidence[line].failed)
+        low = proven * (1 + PUSH * 3 ** (failures - 1)) if failures else proven
         others = [self._bounds(other, own) for other, own in evidence.touched()]
         low = max([low] + [min(other_low, high) for other_low, _ in others])
         if high == math.inf:
@@ -67,12 +78,12 @@ class Predictions:
         return max(low, min(1.0, high))
 
     def _bounds(self, line: Line, own: LineEvidence) -> tuple[float, float]:
-        """A peak proves that the need is no higher, running out that it is above the cap."""
-        low, high = 0.0, math.inf
+        """What the factor lies between: running out proves that the need is above the cap, a peak that it is no more.
+
+        Predictions that were above the cap already prove nothing by running out.
+        """
         peak = own.peaks.get(own.largest_fit)
-        if peak and (raw := self.raw(line, own.largest_fit)):
-            high = peak / raw
+        predicted = self.raw(line, own.largest_fit) if peak else None
+        high = peak / predicted if peak and predicted else math.inf
         proofs = [self._cap / raw for index in own.failed if (raw := self.raw(line, index)) and raw <= self._cap]
-        if proofs:
-            low = max(proofs) * (1 + PUSH * 3 ** (len(proofs) - 1))
-        return low, high
+        return max(proofs, default=0.0), high

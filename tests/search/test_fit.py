@@ -84,6 +84,21 @@ def test_limit_from_predictions(tried, share, expected):
     assert limit(tried, predict=lambda c: int(share * affine_bytes(c))) == expected
 
 
+def mostly_base(candidate: Candidate) -> int:
+    """9 GiB whatever the micro-batch, 10 GiB at 512."""
+    return int((9 + candidate.micro_batch_size / 512) * GiB)
+
+
+@pytest.mark.parametrize(
+    ("failed", "expected"),
+    [((512,), 256), ((512, 256), 1), ((512, 256, 1), 0)],
+    ids=["further than proven", "the smallest remains", "until it fails"],
+)
+def test_failures_push_further_than_they_prove(failed, expected):
+    """Each failure against prediction is followed by a longer step, but none rules out the smallest split unseen."""
+    assert limit({size: oom(size) for size in failed}, predict=mostly_base) == expected
+
+
 def test_predictions_are_asked_for_once_and_rarely():
     """A predictor takes milliseconds: it is asked some log2(n) times for a line, and never twice the same."""
     asked: list[Candidate] = []

@@ -25,6 +25,7 @@ from autofit.candidate import Candidate
 from autofit.errors import ConfigError
 from autofit.plan import Trial, best_trial
 from autofit.search import search
+from autofit.search.study import quiet
 from autofit.search.worker import GIVE_UP_AFTER, describe_worker, is_alive
 from autofit.units import GiB
 
@@ -374,6 +375,18 @@ def test_optuna_speaks_up_for_others(shown):
 
     search(ALL, evaluate, max_trials=1)
     assert "the caller's own" in shown.getvalue()
+
+
+def test_quiet_is_for_notices_of_this_thread(shown):
+    """Warnings are shown, and so is what other threads log meanwhile."""
+    logger = logging.getLogger("optuna.study.study")
+    with quiet():
+        logger.info("a notice")
+        logger.warning("a warning")
+        other = threading.Thread(target=logger.info, args=("another thread",))
+        other.start()
+        other.join()
+    assert shown.getvalue().splitlines() == ["a warning", "another thread"]
 
 
 def test_a_damaged_trial_is_ignored(storage):
