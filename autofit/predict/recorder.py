@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase: Callable[[], Phase] = lambda: "setup"
         self.module = ""
+        self.entered = ""  # the last submodule to start: where to look after an error
         self._running: Any = None
         self._device_type = device.type
         self._scratch = scratch
@@ -174,7 +175,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(names.get(id(module), type(module).__name__))
+            self.entered = names.get(id(module), type(module).__name__)
+            self._stack.append(self.entered)
             self._at_module()
 
         def leave(module: nn.Module, args: Any, out: Any) -> None:

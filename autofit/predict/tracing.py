@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ def following(
     shadow = Shadow(device)
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # what runs for real says it again
         stack.enter_context(_explaining(recorder))
         stack.enter_context(FakeMode())
         stack.enter_context(dispatching_as(device, capability))
@@ -72,10 +74,11 @@ def _explaining(recorder: Recorder) -> Iterator[None]:
     except (UntraceableError, ConfigError):
         raise
     except Exception as error:
-        operator, module = recorder.operator, recorder.module
+        operator, module = recorder.operator, recorder.entered
+        reason = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
-            f"The step cannot be traced without values: {operator or 'it'}{f' in {module!r}' if module else ''} failed "
-            f"with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            f"The step cannot be traced without values: in or after {operator or 'its start'}"
+            f"{f' in {module!r}' if module else ''} came {type(error).__name__}: {reason}",
             operator=operator,
             module=module,
         ) from error

@@ -196,6 +196,24 @@ def test_what_needs_values_is_refused_with_its_operator() -> None:
     assert error.value.__cause__ is not None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver an LSTM can be traced")
+def test_an_lstm_on_a_gpu_that_is_not_there_is_refused_by_name() -> None:
+    """Its kernels ask the driver; the submodule is named, and nothing is left behind."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(8, 16)
+            self.head = nn.Linear(16, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.memory(x)[0])
+
+    with pytest.raises(UntraceableError, match="'memory'") as error:
+        predict_memory(Recurrent(), vector_batch(), ONE, loss_fn=F.cross_entropy)
+    assert error.value.module == "memory"
+
+
 def test_a_model_that_fails_anyway_is_no_worse_off() -> None:
     """An error of the model itself comes out as the same refusal, and the model is as it was."""
 
