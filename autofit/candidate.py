@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -11,7 +11,7 @@ from pydantic import ValidationError as PydanticValidationError
 from autofit.errors import ConfigError
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
-CheckpointingMode = Literal["none", "full"]
+CheckpointingMode = Literal["none", "full", "selective"]
 
 # How far each precision lies from float32; breaks ties, the exact one first.
 NUMERIC_CHANGE: dict[Precision, int] = {"float32": 0, "tf32": 1, "bfloat16": 2, "float16": 3}
@@ -28,20 +28,47 @@ class FrozenModel(BaseModel):
 class Checkpointing(FrozenModel):
     """Activation checkpointing: which blocks forget their activations in forward and recompute them in backward.
 
-    `blocks` are names of submodules. Empty with mode `full` means: the blocks that autofit finds in the model.
+    Mode `full` runs a block's whole forward again; `selective` keeps what its matrix products, convolutions and
+    attention gave and runs the rest again. `blocks` are names of submodules; empty with mode `full` or `selective`
+    means: the blocks that autofit finds in the model. `selective_blocks`, with mode `full` only, are further blocks,
+    which are recomputed selectively.
     """
 
     mode: CheckpointingMode = "none"
     blocks: tuple[str, ...] = ()
+    selective_blocks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _no_blocks_without_checkpointing(self) -> Checkpointing:
         if self.mode == "none" and self.blocks:
             raise ValueError(f"checkpointing mode 'none' takes no blocks, got {list(self.blocks)}")
+        if self.selective_blocks and (self.mode != "full" or not self.blocks):
+            raise ValueError(
+                f"selective_blocks={list(self.selective_blocks)} stand beside blocks of mode 'full'; without any, use "
+                "mode 'selective' and blocks"
+            )
+        twice = sorted(set(self.blocks) & set(self.selective_blocks))
+        if twice:
+            raise ValueError(f"the blocks {twice} are recomputed in full or selectively, not both")
         return self
 
+    @classmethod
+    def of(cls, modes: Mapping[str, CheckpointingMode]) -> Checkpointing:
+        """The checkpointing that recomputes every block in its mode; blocks of mode `none` may stand in `modes`."""
+        full = tuple(name for name, mode in modes.items() if mode == "full")
+        selective = tuple(name for name, mode in modes.items() if mode == "selective")
+        if full:
+            return cls(mode="full", blocks=full, selective_blocks=selective)
+        return cls(mode="selective", blocks=selective) if selective else cls()
+
+    @property
+    def modes(self) -> dict[str, CheckpointingMode]:
+        """The mode of each named block."""
+        return dict.fromkeys(self.blocks, self.mode) | dict.fromkeys(self.selective_blocks, "selective")
+
     def __str__(self) -> str:
-        return f"full({len(self.blocks)})" if self.blocks else self.mode
+        counted = f"{self.mode}({len(self.blocks)})" if self.blocks else self.mode
+        return f"{counted}+selective({len(self.selective_blocks)})" if self.selective_blocks else counted
 
 
 class Candidate(FrozenModel):
@@ -105,7 +132,7 @@ class SearchSpace(FrozenModel):
 
     `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48
     for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`,
-    `float16`. `checkpointing`: modes that may be used, `none` and `full`. `checkpoint_blocks`: names or `fnmatch`
+    `float16`. `checkpointing`: modes that may be used, `none`, `full` and `selective`. `checkpoint_blocks`: names or `fnmatch`
     patterns of the submodules to recompute instead of those that autofit finds.
 
     Raises ConfigError when a value is not allowed.

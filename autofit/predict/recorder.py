@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,6 +20,9 @@ Category = Literal[
     "weights", "gradients", "optimizer_states", "buffers", "activations", "inputs", "temporary", "workspaces"
 ]
 Phase = Literal["setup", "forward", "backward", "optimizer"]
+
+# A block in its forward or in its backward.
+Span = tuple[str, Literal["forward", "backward"]]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _SCALAR_OF = torch.ops.aten._local_scalar_dense.default
@@ -34,6 +38,10 @@ class Trace:
 
     `events` holds `index` for the birth of a storage and `~index` for its death. The other lists have one entry per
     storage: bytes, what it is for, the phase, operator and module it was born in. `marks` names places in `events`.
+
+    Where blocks are followed, `cuts` says from which event on which block runs, forward or backward (None: none of
+    them), also at each mark, as (place in `events`, span, mark). `recomputed` has the storages that were born in a
+    recomputation, and `ends` what else let go of a storage before it died, as (place in `events`, index).
     """
 
     events: list[int] = field(default_factory=list)
@@ -44,17 +52,26 @@ class Trace:
     modules: list[str] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    cuts: list[tuple[int, Span | None, str | None]] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    recomputed: set[int] = field(default_factory=set)
 
     def mark(self, name: str) -> None:
-        """Names the present place in the events."""
+        """Names the present place in the events; no block runs there."""
         self.marks.append((len(self.events), name))
+        self.cuts.append((len(self.events), None, name))
+
+    def enter(self, span: Span | None) -> None:
+        """From here on `span` runs."""
+        if (self.cuts[-1][1] if self.cuts else None) != span:
+            self.cuts.append((len(self.events), span, None))
 
     def settle(self) -> None:
         """Puts deaths between two births in order of birth: it changes nothing for the allocator, and what goes with
         a container of no order, such as autocast's cache, goes in another one every time.
         """
         start, events = 0, self.events
-        for end in (*(at for at, _ in self.marks), len(events)):
+        for end in sorted({at for at, _, _ in self.cuts} | {len(events)}):
             while start < end:
                 stop = start
                 while stop < end and events[stop] < 0:
@@ -102,6 +119,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []
         self._sequence: list[int] = []
         self._sequence_modules: list[str] = []
+        self._sequence_blocks: list[tuple[int, str | None]] = []
+        self._standing_for: int | None = None
+        self._stand_ins: set[int] = set()
+        self._holders: dict[int, int] = {}
         self._recording = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,6 +189,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sequence < _OTHERS_SEQUENCE:
             at = bisect_right(self._sequence, sequence)
             self.module = self._sequence_modules[at - 1] if at else ""
+            at = bisect_right(self._sequence_blocks, sequence, key=itemgetter(0))
+            block = self._sequence_blocks[at - 1][1] if at else None
+            self.trace.enter((block, "backward") if block is not None else None)
+
+    def around(self, block: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward`, of which the trace knows that it is the one of `block`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._at_block(block)
+            self.trace.enter((block, "forward"))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._at_block(None)
+                self.trace.enter(None)
+
+        return run
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor like `tensor` with a storage of its own, which holds the storage of `tensor` in the trace.
+
+        So it shows when backward lets go of what it saved, whoever else holds it. None for what lives long anyway.
+        """
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None or self.trace.categories[found[0]] in ("weights", "buffers", "inputs"):
+            return None
+        self._standing_for = found[0]
+        try:
+            other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        finally:
+            self._standing_for = None
+        return other.requires_grad_(tensor.requires_grad)
+
+    def _at_block(self, block: str | None) -> None:
+        self._sequence_blocks.append((torch.autograd._get_sequence_nr(), block))  # type: ignore[attr-defined]
 
     @contextmanager
     def naming(self, model: nn.Module) -> Iterator[None]:
@@ -216,7 +272,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._live.get(key)
         if found is not None:
             index = found[0]
-            if self.trace.sizes[index] == storage.nbytes():
+            if self.trace.sizes[index] == storage.nbytes() or key in self._stand_ins:
                 return None
             self._died(key, index, found[1])  # resized: the old block is given back for a new one
         elif not self._on_device(tensor) or key in self._outside:
@@ -224,7 +280,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._making:
             self._outside[key] = storage  # kept, so that no other storage takes its place
             return None
-        index = self._born(storage.nbytes(), operator)
+        if self._standing_for is not None:
+            index = self._standing_for
+            self._stand_ins.add(key)
+            self._holders[index] = self._holders.get(index, 1) + 1
+        else:
+            index = self._born(storage.nbytes(), operator)
         self._live[key] = index, weakref.ref(storage, partial(self._died, key, index))
         return index
 
@@ -232,6 +293,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace, phase = self.trace, self.phase()
         index = len(trace.sizes)
         recomputed = phase == "backward" and torch.is_grad_enabled()
+        if recomputed:
+            trace.recomputed.add(index)
         trace.events.append(index)
         trace.sizes.append(nbytes)
         trace.categories.append("activations" if recomputed else "temporary")
@@ -243,7 +306,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _died(self, key: int, index: int, reference: Any) -> None:
         if self._recording and self._live.get(key, (None,))[0] == index:
             del self._live[key]
-            self.trace.events.append(~index)
+            self._stand_ins.discard(key)
+            holders = self._holders.get(index, 1) - 1
+            if holders:
+                self._holders[index] = holders
+                self.trace.ends.append((len(self.trace.events), index))
+            else:
+                self.trace.events.append(~index)
 
     def _take_scratch(self, scratch: Scratch, operator: Any, args: Sequence[Any], out: Any) -> None:
         for nbytes in scratch.lasting(operator, self.phase()):

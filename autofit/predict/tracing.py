@@ -25,6 +25,7 @@ from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
 from autofit.step.accumulation import Accumulation, LossOptions, Part
+from autofit.step.checkpointing import CheckpointPlan, Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,22 @@ class Subject:
 
 @contextmanager
 def following(
-    model: nn.Module, *, device: torch.device, capability: Capability, watch: Watch | None = None
+    model: nn.Module,
+    *,
+    device: torch.device,
+    capability: Capability,
+    watch: Watch | None = None,
+    holds: bool = False,
 ) -> Iterator[tuple[Recorder, Shadow]]:
     """Inside, `model` has no values and everything that runs is recorded; afterwards it is what it was.
 
-    Raises UntraceableError, from the original error, when something inside needs values or a device.
+    With `holds` the trace tells apart what else holds a storage and that backward needs it (`Trace.ends`). Raises
+    UntraceableError, from the original error, when something inside needs values or a device.
     """
     cuda = device.type == "cuda"
     recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None, watch=watch)
-    engine = PythonEngine(SavedTensors(recorder.saved), on_node=recorder.enter_node, in_place=cuda)
+    saved = SavedTensors(recorder.saved, stand_in=recorder.stand_in) if holds else SavedTensors(recorder.saved)
+    engine = PythonEngine(saved, on_node=recorder.enter_node, in_place=cuda)
     shadow = Shadow(device)
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
@@ -84,14 +92,18 @@ def _explaining(recorder: Recorder) -> Iterator[None]:
         ) from error
 
 
-def trace_step(subject: Subject, candidate: Candidate, *, watch: Watch | None = None) -> Trace:
+def trace_step(
+    subject: Subject, candidate: Candidate, *, watch: Watch | None = None, blocks: tuple[str, ...] = ()
+) -> Trace:
     """Two optimizer steps of `candidate`: one of one micro-batch, which makes the optimizer's state, and a full one.
 
     Of the full one's micro-batches at most two run, since a third needs what the second needed. Marks: `micro 0` and
-    so on, by the position in the batch, and `optimizer`.
+    so on, by the position in the batch, and `optimizer`. `blocks` are followed: the trace says when each runs.
     """
     model = subject.model
-    with following(model, device=subject.device, capability=subject.capability, watch=watch) as (recorder, shadow):
+    with following(
+        model, device=subject.device, capability=subject.capability, watch=watch, holds=bool(blocks)
+    ) as (recorder, shadow):
         if not model.training:
             model.train()
         parts = min(candidate.accumulation_steps, 2)
@@ -107,7 +119,7 @@ def trace_step(subject: Subject, candidate: Candidate, *, watch: Watch | None = 
             device=subject.device,
             **subject.step_options,
         )
-        step.follow(recorder)
+        step.follow(recorder, blocks)
         pieces = step.split(batch)
         with step.activated():
             for some in (pieces[:1], pieces):
@@ -136,8 +148,11 @@ def _optimizer_step(step: _FollowedStep, pieces: list[Part], recorder: Recorder)
 class _FollowedStep(Accumulation):
     """The training step itself; it only tells the recorder what is what."""
 
-    def follow(self, recorder: Recorder) -> None:
+    def follow(self, recorder: Recorder, blocks: tuple[str, ...]) -> None:
         self._recorder = recorder
+        if blocks:
+            spans = Spans(blocks, recorder.around)
+            self._checkpoints = CheckpointPlan(self.model, self.candidate.checkpointing, spans=spans)
         self._tell_states()
         recorder.phase = lambda: self.phase
         loss = self._loss

@@ -32,11 +32,17 @@ class SavedTensors:
 
     Dropping a node is not enough: whoever keeps an output keeps the nodes behind it. The engine empties a node once it
     has run, and so does `release`. What one node saved and another reads, as recomputation does with the inputs of its
-    block, stays.
+    block, stays. `stand_in` gives a tensor to hold in place of the one that is saved, None for that one itself.
     """
 
-    def __init__(self, on_save: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        on_save: Callable[[torch.Tensor], None],
+        *,
+        stand_in: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None,
+    ) -> None:
         self._on_save = on_save
+        self._stand_in = stand_in
         self._read: list[_Saved] = []
         self._running = -1
 
@@ -62,6 +68,9 @@ class SavedTensors:
         self._on_save(tensor)
         # The node that saves was created last.
         sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        other = self._stand_in(tensor)
+        if other is not None:
+            return _Saved(other, sequence)
         node: Node = tensor.grad_fn
         # A node that saves its own output must not hold itself, or it would never be freed.
         own = node is not None and node._sequence_nr() == sequence

@@ -6,14 +6,15 @@ they are. Hooks on modules inside a block run again when the block is recomputed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
 
 from torch import nn
 
-from autofit.candidate import Checkpointing
+from autofit.candidate import Checkpointing, CheckpointingMode
 from autofit.errors import ConfigError
 from autofit.step.blocks import discover_blocks
 from autofit.step.chains import Slice
@@ -22,8 +23,18 @@ from autofit.step.recompute import Forward, recomputed
 from autofit.step.structure import unwrapped
 
 _ABSENT = object()
-_Run = tuple[Slice, tuple[nn.Module, ...]]
 _Patch = tuple[nn.Module, Callable[[], Forward]]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Blocks to be watched while a step runs: `around` wraps the forward of each, recomputed or not.
+
+    As where a block is recomputed, models of transformers fill no cache.
+    """
+
+    names: tuple[str, ...]
+    around: Callable[[str, Forward], Forward]
 
 
 class CheckpointPlan:
@@ -32,20 +43,15 @@ class CheckpointPlan:
     Raises ConfigError when a block is not in the model, or when the model has none.
     """
 
-    def __init__(self, model: nn.Module, checkpointing: Checkpointing) -> None:
+    def __init__(self, model: nn.Module, checkpointing: Checkpointing, *, spans: Spans | None = None) -> None:
         self._patches: list[_Patch] = []
         self._configs: list[Any] = []
-        if checkpointing.mode == "none":
-            return
         model = unwrapped(model)
-        names = checkpointing.blocks or discover_blocks(model).names
-        if not names:
-            raise ConfigError(
-                f"checkpointing 'full' needs blocks to recompute, and {type(model).__name__} has no part that holds "
-                "several layers. Name submodules, Checkpointing(mode='full', blocks=(…)), or use mode 'none'."
-            )
-        self._patches = _patches(resolve(model, names))
-        self._configs = _configs_with_cache(model)
+        modes = _modes(model, checkpointing)
+        blocks = [_Block(target, modes.get(target.name, "none"), spans) for target in _targets(model, modes, spans)]
+        self._patches = _patches(blocks)
+        if modes or spans:
+            self._configs = _configs_with_cache(model)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -76,33 +82,77 @@ def checkpointed(model: nn.Module, checkpointing: Checkpointing) -> Iterator[Non
         yield
 
 
-def _patches(targets: Sequence[Target]) -> list[_Patch]:
-    runs: dict[nn.Module, list[_Run]] = {}
+def _modes(model: nn.Module, checkpointing: Checkpointing) -> dict[str, CheckpointingMode]:
+    """The mode of each block by its own name, in order of registration; of nested blocks, the outermost."""
+    if checkpointing.mode == "none":
+        return {}
+    asked = checkpointing.modes or dict.fromkeys(discover_blocks(model).names, checkpointing.mode)
+    if not asked:
+        raise ConfigError(
+            f"checkpointing '{checkpointing.mode}' needs blocks to recompute, and {type(model).__name__} has no part "
+            "that holds several layers. Name submodules, Checkpointing(mode='full', blocks=(…)), or use mode 'none'."
+        )
+    found: dict[str, CheckpointingMode] = {}
+    for pattern, mode in asked.items():
+        for target in resolve(model, (pattern,)):
+            found.setdefault(target.name, mode)
+    return {target.name: found[target.name] for target in resolve(model, tuple(asked))}
+
+
+def _targets(model: nn.Module, modes: Mapping[str, CheckpointingMode], spans: Spans | None) -> list[Target]:
+    names = (*modes, *(name for name in (spans.names if spans else ()) if name not in modes))
+    return resolve(model, names) if names else []
+
+
+@dataclass(frozen=True)
+class _Block:
+    target: Target
+    mode: CheckpointingMode
+    spans: Spans | None
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All that run in it, of every level."""
+        return tuple(dict.fromkeys(module for top in self.target.modules for module in top.modules()))
+
+    def around(self, forward: Forward) -> Forward:
+        """`forward` as it runs in this block."""
+        if self.mode != "none":
+            forward = recomputed(forward, modules=self.modules, selective=self.mode == "selective")
+        if self.spans is not None and self.target.name in self.spans.names:
+            forward = self.spans.around(self.target.name, forward)
+        return forward
+
+
+def _patches(blocks: Sequence[_Block]) -> list[_Patch]:
+    cut: dict[nn.Module, list[_Block]] = {}
     patches: list[_Patch] = []
-    for target in targets:
-        modules = tuple(dict.fromkeys(module for top in target.modules for module in top.modules()))
+    for block in blocks:
+        target = block.target
         if target.slice is None:
-            patches.append((target.module, partial(_whole, target.module, modules)))
+            patches.append((target.module, partial(_whole, block)))
             continue
-        if target.module not in runs:
-            runs[target.module] = []
-            patches.append((target.module, partial(_cut, target.layers, runs[target.module])))
-        runs[target.module].append((target.slice, modules))
+        if target.module not in cut:
+            cut[target.module] = []
+            patches.append((target.module, partial(_cut, cut[target.module])))
+        cut[target.module].append(block)
     return patches
 
 
-def _whole(module: nn.Module, modules: Sequence[nn.Module]) -> Forward:
-    return recomputed(module.forward, modules=modules)
+def _whole(block: _Block) -> Forward:
+    return block.around(block.target.module.forward)
 
 
-def _cut(layers: Sequence[nn.Module], runs: Sequence[_Run]) -> Forward:
+def _cut(runs: Sequence[_Block]) -> Forward:
     """The forward of a Sequential of which the `runs`, in order, are recomputed."""
+    layers = runs[0].target.layers
     steps: list[Forward] = []
     position = 0
-    for slice_, modules in runs:
-        steps += layers[position : slice_.start]
-        steps.append(recomputed(partial(_in_turn, layers[slice_.start : slice_.stop]), modules=modules))
-        position = slice_.stop
+    for block in runs:
+        run = cast(Slice, block.target.slice)
+        steps += layers[position : run.start]
+        steps.append(block.around(partial(_in_turn, layers[run.start : run.stop])))
+        position = run.stop
     return partial(_in_turn, [*steps, *layers[position:]])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from autofit.step.selection import selective_contexts
+
 Forward = Callable[..., Any]
 
 # What is copied when a call is recorded. Other containers are handed back as they are: copying one that a library
@@ -19,8 +23,10 @@ Forward = Callable[..., Any]
 _COPIED = (list, tuple, dict, OrderedDict)
 
 
-def recomputed(forward: Forward, *, modules: Sequence[nn.Module]) -> Forward:
+def recomputed(forward: Forward, *, modules: Sequence[nn.Module], selective: bool = False) -> Forward:
     """`forward`, keeping only its arguments for backward, and run again there on what it was given.
+
+    With `selective` what its matrix products, convolutions and attention gave is kept as well (`KEPT_OPERATORS`).
 
     `modules` are all that run in it, of every level: a recomputation sees their buffers as the first run saw them, and
     what it writes there is dropped. So BatchNorm counts a batch once, and spectral norm recomputes the weight it used.
@@ -29,10 +35,15 @@ def recomputed(forward: Forward, *, modules: Sequence[nn.Module]) -> Forward:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler traces plain checkpoints, and writes buffers once by itself
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            contexts = {"context_fn": selective_contexts} if selective else {}
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         call = _Call(forward, args, kwargs)
-        if any(module._buffers for module in modules):
-            return checkpoint(call, *call.leaves(), use_reentrant=False, context_fn=partial(_guards, modules))
+        guards = partial(_guards, modules) if any(module._buffers for module in modules) else None
+        if selective:
+            context_fn = partial(_guarded_selection, guards) if guards else selective_contexts
+            return checkpoint(call, *call.leaves(), use_reentrant=False, context_fn=context_fn)
+        if guards:
+            return checkpoint(call, *call.leaves(), use_reentrant=False, context_fn=guards)
         return checkpoint(call, *call.leaves(), use_reentrant=False)
 
     run.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature finds it; functools.wraps takes 5 µs
@@ -63,6 +74,34 @@ class _Call:
         else:
             args, kwargs = tree_unflatten(leaves, self._spec)
         return self._forward(*args, **kwargs)
+
+
+def _guarded_selection(
+    guards: Callable[[], tuple[_Recording, _Replaying]],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    outer, inner = guards(), selective_contexts()
+    return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
+
+
+class _Both:
+    """Two contexts as one that can be entered again, as a graph that is retained asks for."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self._inner.__exit__(*exception)
+        finally:
+            self._outer.__exit__(*exception)
 
 
 def _guards(modules: Sequence[nn.Module]) -> tuple[_Recording, _Replaying]:

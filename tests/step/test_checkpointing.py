@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from autofit.step.blocks import discover_blocks, keep_checkpointable, observe_ca
 from autofit.step.checkpointing import CheckpointPlan, checkpointed
 
 FULL = Checkpointing(mode="full")
+SELECTIVE = Checkpointing(mode="selective")
 NONE = Checkpointing()
 
 
@@ -308,28 +308,30 @@ def assert_undone(model: nn.Module) -> None:
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_number_is_bit_equal(name):
+def test_every_number_is_bit_equal(name, mode):
     """Losses, gradients, buffers and the random numbers that follow are those of training without recomputing."""
     build, batch = MODELS[name]
     torch.manual_seed(0)
     model = without_cache(build())
     plain, recomputing = copy.deepcopy(model), model
     expected = steps(plain, batch(), NONE)
-    actual = steps(recomputing, batch(), FULL)
+    actual = steps(recomputing, batch(), mode)
     assert_equal(actual, expected)
     assert any(gradient is not None and gradient.any() for gradient in actual.gradients.values())
     assert_undone(recomputing)
 
 
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=str)
 @pytest.mark.parametrize("name", ["blocks with BatchNorm and dropout", "GPT-2", "twenty Linear, flat"])
-def test_every_number_is_bit_equal_under_autocast(name):
+def test_every_number_is_bit_equal_under_autocast(name, mode):
     """The recomputation runs in the precision of the forward."""
     build, batch = MODELS[name]
     torch.manual_seed(0)
     model = without_cache(build())
     twin = copy.deepcopy(model)
-    assert_equal(steps(model, batch(), FULL, autocast=True), steps(twin, batch(), NONE, autocast=True))
+    assert_equal(steps(model, batch(), mode, autocast=True), steps(twin, batch(), NONE, autocast=True))
 
 
 def test_blocks_really_run_twice():
@@ -725,18 +727,6 @@ def test_unwritten_buffers_are_not_kept():
         layer.register_buffer("mask", torch.ones(100, 100))
     after, _ = kept_bytes(model, x, FULL)
     assert before == after
-
-
-def test_switching_costs_next_to_nothing():
-    """Switching a hundred blocks on and off, as every step does, takes well below a millisecond."""
-    plan = CheckpointPlan(Stack(*(Residual() for _ in range(100))), FULL)
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        with plan.active():
-            pass
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5e-3
 
 
 @pytest.mark.filterwarnings("ignore")
