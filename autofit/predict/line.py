@@ -114,10 +114,10 @@ def _between(low: Trace, high: Trace) -> tuple[_Affine | None, str]:
         return None, "sizes are not proportional to samples"
     slope = [difference // span for difference in differences]
     base = [size - step * SIZES[0] for size, step in zip(low.sizes, slope, strict=True)]
-    return _Affine(low, base, slope, _born_in_second(low)), ""
+    return _Affine(low, base, slope, born_in_second(low)), ""
 
 
-def _born_in_second(trace: Trace) -> list[bool]:
+def born_in_second(trace: Trace) -> list[bool]:
     """Which storages belong to the second micro-batch of an optimizer step."""
     result = [False] * len(trace.sizes)
     ends = [*(at for at, _ in trace.marks[1:]), len(trace.events)]

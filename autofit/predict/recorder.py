@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Trace:
 
     Where blocks are followed, `cuts` says from which event on which block runs, forward or backward (None: none of
     them), also at each mark, as (place in `events`, span, mark). `recomputed` has the storages that were born in a
-    recomputation, and `ends` what else let go of a storage before it died, as (place in `events`, index).
+    recomputation, and `ends` what else let go of a storage before it died, as (cuts so far, place in `events`, index).
     """
 
     events: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Trace:
     marks: list[tuple[int, str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     cuts: list[tuple[int, Span | None, str | None]] = field(default_factory=list)
-    ends: list[tuple[int, int]] = field(default_factory=list)
+    ends: list[tuple[int, int, int]] = field(default_factory=list)
     recomputed: set[int] = field(default_factory=set)
 
     def mark(self, name: str) -> None:
@@ -68,17 +68,20 @@ class Trace:
 
     def settle(self) -> None:
         """Puts deaths between two births in order of birth: it changes nothing for the allocator, and what goes with
-        a container of no order, such as autocast's cache, goes in another one every time.
+        a container of no order, such as autocast's cache, goes in another one every time. Likewise `ends`.
         """
-        start, events = 0, self.events
+        start, events, births = 0, self.events, list[int]()
         for end in sorted({at for at, _, _ in self.cuts} | {len(events)}):
             while start < end:
                 stop = start
                 while stop < end and events[stop] < 0:
                     stop += 1
                 events[start:stop] = sorted(events[start:stop], reverse=True)
+                births.append(stop)
                 start = stop + 1
             start = end
+        births.append(len(events))
+        self.ends = sorted((cuts, births[bisect_left(births, at)], index) for cuts, at, index in self.ends)
 
 
 class Scratch(Protocol):
@@ -91,7 +94,7 @@ class Scratch(Protocol):
         """Bytes of blocks that the operator gives back when it returns."""
 
 
-# Hears of every operator that ran: itself, its arguments, its result, and how many marks the trace had.
+# Hears of every operator that ran: itself, its arguments, its result, and how many cuts the trace had.
 Watch = Callable[[Any, Sequence[Any], Mapping[str, Any], Any, int], None]
 
 
@@ -149,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._scratch is not None:
             self._take_scratch(self._scratch, func, args, out)
         if self._watch is not None:
-            self._watch(func, args, kwargs or {}, out, len(self.trace.marks))
+            self._watch(func, args, kwargs or {}, out, len(self.trace.cuts))
         return out
 
     @property
@@ -310,7 +313,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             holders = self._holders.get(index, 1) - 1
             if holders:
                 self._holders[index] = holders
-                self.trace.ends.append((len(self.trace.events), index))
+                self.trace.ends.append((len(self.trace.cuts), len(self.trace.events), index))
             else:
                 self.trace.events.append(~index)
 

@@ -7,6 +7,7 @@ storage dies: with the last that lets go of it, of those that hold it under this
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,12 @@ class Weave:
             self._items[mode] = [_renamed(segment.items, names) for segment in _segments(trace)]
         self._last_ends = {mode: _last_ends(segments) for mode, segments in self._items.items()}
         self._storages = self._merged(traces)
+
+    @property
+    def second_micro_step(self) -> range:
+        """The segments of the last step's second micro-batch."""
+        start = self._marks.index("micro 1")
+        return range(start, next(at for at in range(start + 1, len(self._marks)) if self._marks[at] is not None))
 
     def items(self, segment: int, mode: CheckpointingMode) -> Sequence[int]:
         """Births and ends in a segment while its block is in `mode`; of all ends of a storage the last is its death."""
@@ -122,16 +129,14 @@ class Weave:
 
 
 def _segments(trace: Trace) -> Iterator[Segment]:
-    ends = iter([*sorted(trace.ends), (len(trace.events), -1)])
-    place, index = next(ends)
-    cuts = [(0, None, None), *trace.cuts]
-    for (start, span, mark), stop in zip(cuts, [*(at for at, _, _ in trace.cuts), len(trace.events)], strict=True):
+    ends = deque(trace.ends)
+    stops = [*(at for at, _, _ in trace.cuts), len(trace.events)]
+    for number, ((start, span, mark), stop) in enumerate(zip([(0, None, None), *trace.cuts], stops, strict=True)):
         items: list[int] = []
-        for at in range(start, stop):
-            while place <= at:
-                items.append(~index)
-                place, index = next(ends)
-            items.append(trace.events[at])
+        for at in range(start, stop + 1):
+            while ends and (ends[0][0] < number or (ends[0][0] == number and (ends[0][1] <= at or at == stop))):
+                items.append(~ends.popleft()[2])
+            items += trace.events[at : at + 1] if at < stop else ()
         last = {item: at for at, item in enumerate(items)}
         yield Segment(span, mark, [item for at, item in enumerate(items) if last[item] == at])
 

@@ -31,20 +31,20 @@ class Work:
 
 
 class WorkLog:
-    """Counts what runs on the device, between one mark of a trace and the next; pass it to `trace_step` as `watch`."""
+    """Counts what runs on the device, between one cut of a trace and the next; pass it to `trace_step` as `watch`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
-        self._between: defaultdict[int, list[Operation]] = defaultdict(list)
+        self._after: defaultdict[int, list[Operation]] = defaultdict(list)
 
-    def __call__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, mark: int) -> None:
-        """Counts one operator that ran after the trace's `mark`-th mark."""
+    def __call__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, cut: int) -> None:
+        """Counts one operator that ran after the trace's `cut`-th cut."""
         read = [tensor for tensor in _tensors((*args, *kwargs.values())) if self._on_device(tensor)]
         written = [tensor for tensor in _tensors((out,)) if self._on_device(tensor)]
         if not _runs(operator, read, written):
             return
         formula = flop_registry.get(operator.overloadpacket)
-        self._between[mark].append(
+        self._after[cut].append(
             Operation(
                 operations=0 if formula is None else formula(*args, **kwargs, out_val=out),
                 moved_bytes=sum(_bytes(tensor) for tensor in read) + sum(_bytes(tensor) for tensor in written),
@@ -54,35 +54,50 @@ class WorkLog:
 
     def work(self, trace: Trace) -> Work:
         """The last micro-step and the last optimizer step of `trace`: what all but the first are like."""
-        last = len(trace.marks)
-        return Work(tuple(self._between[last - 1]), tuple(self._between[last]))
+        *_, micro, optimizer = marked(trace)
+        return Work(self._between(micro, optimizer), self._between(optimizer, len(trace.cuts) + 1))
+
+    def segment(self, number: int) -> tuple[Operation, ...]:
+        """What ran between the `number`-th cut of the trace, from 1 on, and the next."""
+        return tuple(self._after[number])
+
+    def _between(self, start: int, stop: int) -> tuple[Operation, ...]:
+        return tuple(operation for number in range(start, stop) for operation in self._after[number])
 
     def _on_device(self, tensor: Any) -> bool:
         return bool(getattr(tensor, "fake_device", tensor.device).type == self._device_type)
 
 
-def work_at(samples: float, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
-    """The work of a micro-batch of `samples` on the line through two others, given as (samples, work).
+def marked(trace: Trace) -> list[int]:
+    """The numbers of the cuts that are marks, counted from 1."""
+    return [number for number, (_, _, mark) in enumerate(trace.cuts, 1) if mark is not None]
 
-    Where different operators ran, the larger one in proportion: better than nothing, and said nowhere to be exact.
-    """
+
+Sized = tuple[int, Sequence[Operation]]
+
+
+def work_at(samples: float, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
+    """The work of a micro-batch of `samples` on the line through two others, given as (samples, work)."""
+    small, large = low[1], high[1]
     return Work(
-        *(
-            tuple(_along(samples, low[0], small, high[0], large))
-            for small, large in (
-                (low[1].micro_step, high[1].micro_step),
-                (low[1].optimizer_step, high[1].optimizer_step),
-            )
-        )
+        operations_at(samples, (low[0], small.micro_step), (high[0], large.micro_step)),
+        operations_at(samples, (low[0], small.optimizer_step), (high[0], large.optimizer_step)),
     )
 
 
-def _along(
-    samples: float, low: int, small: tuple[Operation, ...], high: int, large: tuple[Operation, ...]
-) -> Iterator[Operation]:
+def operations_at(samples: float, low: Sized, high: Sized) -> tuple[Operation, ...]:
+    """The operators for `samples`, on the line through those for two others, given as (samples, operators).
+
+    Where different operators ran, the larger ones in proportion: better than nothing, and said nowhere to be exact.
+    """
+    return tuple(_along(samples, low, high))
+
+
+def _along(samples: float, low: Sized, high: Sized) -> Iterator[Operation]:
+    (few, small), (many, large) = low, high
     if len(small) != len(large):
-        low, small = 0, tuple(Operation(0, 0, operation.dtype) for operation in large)
-    share = (samples - low) / (high - low)
+        few, small = 0, tuple(Operation(0, 0, operation.dtype) for operation in large)
+    share = (samples - few) / (many - few)
     for a, b in zip(small, large, strict=True):
         operations = a.operations + (b.operations - a.operations) * share
         moved_bytes = a.moved_bytes + (b.moved_bytes - a.moved_bytes) * share

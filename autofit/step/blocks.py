@@ -30,12 +30,13 @@ class Blocks:
 
     `names` are submodules as in `named_modules`, or runs of layers of an `nn.Sequential` (`features[0:5]`), in the
     order of their calls where that was observed, else of their registration. `found_by` says how, in one phrase.
-    `left_out` are (name, reason).
+    `left_out` are (name, reason). `selective` are those that were seen to be fit for mode `selective` too.
     """
 
     names: tuple[str, ...]
     found_by: str
     left_out: tuple[tuple[str, str], ...] = ()
+    selective: tuple[str, ...] = ()
 
 
 def discover_blocks(model: nn.Module, *, patterns: Sequence[str] | None = None) -> Blocks:

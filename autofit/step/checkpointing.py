@@ -162,6 +162,11 @@ def _in_turn(steps: Sequence[Forward], input: Any) -> Any:
     return input
 
 
+def fills_cache(model: nn.Module) -> bool:
+    """Whether the model, one of transformers, keeps keys and values for later while it is trained."""
+    return any(config.use_cache for config in _configs_with_cache(unwrapped(model)))
+
+
 def _configs_with_cache(model: nn.Module) -> list[Any]:
     """transformers' configurations that can ask for a cache of keys and values: recomputing a layer fills it twice."""
     configs = {

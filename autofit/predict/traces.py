@@ -1,0 +1,53 @@
+"""The traces of one subject, each made once: what shares a trace gets the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofit.candidate import Candidate, Checkpointing, Precision
+from autofit.predict.recorder import Trace
+from autofit.predict.tracing import Subject, trace_step
+from autofit.predict.work import WorkLog
+from autofit.step.checkpointing import fills_cache
+
+_Key = tuple[Precision, Checkpointing, int, bool]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step that accumulates over two micro-batches: what it does to memory, and its operators."""
+
+    trace: Trace
+    log: WorkLog
+
+
+class Traces:
+    """Traces by precision, checkpointing and micro-batch size; TF32 needs the memory that float32 needs."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.blocks: tuple[str, ...] = ()
+        self._made: dict[_Key, Traced] = {}
+
+    def step(
+        self, precision: Precision, checkpointing: Checkpointing, samples: int, *, followed: bool = False
+    ) -> Traced:
+        """A step with micro-batches of `samples`; `followed`, its trace says which of `blocks` runs when."""
+        precision = "float32" if precision == "tf32" else precision
+        followed = self._is_followed(checkpointing, asked=followed)
+        key = precision, checkpointing, samples, followed
+        if key not in self._made:
+            candidate = Candidate(
+                micro_batch_size=samples, accumulation_steps=2, precision=precision, checkpointing=checkpointing
+            )
+            log = WorkLog(self.subject.device)
+            trace = trace_step(self.subject, candidate, watch=log, blocks=self.blocks if followed else ())
+            self._made[key] = Traced(trace, log)
+        return self._made[key]
+
+    def _is_followed(self, checkpointing: Checkpointing, *, asked: bool) -> bool:
+        """To follow the blocks changes nothing, except that a model which fills a cache in training no longer does."""
+        modes = checkpointing.modes
+        if not self.blocks or not set(modes) <= set(self.blocks):
+            return False
+        return asked or bool(modes) or not fills_cache(self.subject.model)
