@@ -132,8 +132,9 @@ class SearchSpace(FrozenModel):
 
     `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48
     for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`,
-    `float16`. `checkpointing`: modes that may be used, `none`, `full` and `selective`. `checkpoint_blocks`: names or `fnmatch`
-    patterns of the submodules to recompute instead of those that autofit finds.
+    `float16`. `checkpointing`: modes that a block may be in, `none`, `full` and `selective`; without `none`, every
+    block is recomputed. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to recompute instead of
+    those that autofit finds.
 
     Raises ConfigError when a value is not allowed.
     """

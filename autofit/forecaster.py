@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.budget import Budget, predicted_budget
-from autofit.candidate import NUMERIC_CHANGE, Candidate, SearchSpace
+from autofit.candidate import NUMERIC_CHANGE, Candidate, CheckpointingMode, SearchSpace
 from autofit.checks import check_call
 from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
@@ -26,7 +26,7 @@ from autofit.predict import MemoryPrediction
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.step_predictor import StepPredictor
 from autofit.probe import describe_blocks
-from autofit.space import candidates
+from autofit.space import candidates, mask_modes
 from autofit.step.blocks import Blocks, discover_blocks
 from autofit.units import format_bytes, format_seconds
 
@@ -105,7 +105,10 @@ class Forecaster:
         space = space or SearchSpace()
         blocks = self._blocks(space)
         choices = candidates(space, samples=target_batch, info=self._info, blocks=blocks)
-        outlook = _Outlook(self._predictor, samples=target_batch, cap_bytes=allowance.cap_bytes)
+        self._predictor.follow(blocks)
+        outlook = _Outlook(
+            self._predictor, samples=target_batch, cap_bytes=allowance.cap_bytes, modes=mask_modes(space)
+        )
         trials = outlook.trials(choices)
         plan = Plan(
             target_batch=target_batch,
@@ -135,22 +138,37 @@ class Forecaster:
 class _Outlook:
     """What is predicted of the candidates of one target batch."""
 
-    def __init__(self, predictor: StepPredictor, *, samples: int, cap_bytes: int) -> None:
+    def __init__(
+        self, predictor: StepPredictor, *, samples: int, cap_bytes: int, modes: tuple[CheckpointingMode, ...]
+    ) -> None:
         self._predictor = predictor
         self._samples = samples
         self._cap = cap_bytes
+        self._modes = modes
 
     def trials(self, choices: Sequence[Candidate]) -> list[Trial]:
         """Those that fit, best first, and the first of each precision and checkpointing that does not."""
         fitting: list[Candidate] = []
         beyond: list[Candidate] = []
+        plain: set[tuple[int, str]] = set()
         for line in _lines(choices):
             # Memory grows along a line.
             count = bisect(line, False, key=lambda candidate: not self._peaks(candidate).fits)
-            fitting += line[:count]
+            fitting += self._with_masks(line[:count], plain)
             beyond += line[count : count + 1]
         predicted = [self._predicted(candidate) for candidate in sorted(fitting, key=self._merit)]
         return [*predicted, *sorted(map(self._over_budget, beyond), key=lambda t: t.predicted_peak_bytes or 0)]
+
+    def _with_masks(self, line: Sequence[Candidate], plain: set[tuple[int, str]]) -> Iterator[Candidate]:
+        """The line, where the step does not fit without recomputation with as little of it as fits."""
+        for candidate in line:
+            split = candidate.micro_batch_size, candidate.precision
+            if candidate.checkpointing.mode == "none":
+                plain.add(split)
+            elif self._modes and split not in plain:
+                found = self._predictor.solve(candidate, samples=self._samples, cap_bytes=self._cap, modes=self._modes)
+                candidate = found or candidate
+            yield candidate
 
     def _predicted(self, candidate: Candidate) -> Trial:
         seconds, peaks = self._seconds(candidate), self._peaks(candidate)
@@ -191,8 +209,8 @@ class _Outlook:
 def _lines(choices: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """The candidates of each precision and checkpointing, by micro-batch."""
 
-    def line(candidate: Candidate) -> tuple[int, str]:
-        return NUMERIC_CHANGE[candidate.precision], candidate.checkpointing.mode
+    def line(candidate: Candidate) -> tuple[int, bool]:
+        return NUMERIC_CHANGE[candidate.precision], candidate.checkpointing.mode != "none"
 
     for _, group in groupby(sorted(choices, key=lambda c: (line(c), c.micro_batch_size)), key=line):
         yield list(group)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 
-from autofit.candidate import Candidate
+from autofit.candidate import Candidate, CheckpointingMode
 from autofit.oom import guarded
 from autofit.plan import Trial
 from autofit.predict import MemoryPrediction, Predictor, UntraceableError
+from autofit.step.blocks import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +27,38 @@ class Foresight:
         self._predictor = predictor
         self._samples = samples
         self._known: dict[Candidate, MemoryPrediction | None] = {}
+        self._solved: dict[Candidate, Candidate] = {}
         self._obstacles: dict[str, None] = {}
 
     def needed_bytes(self, candidate: Candidate) -> int | None:
         """The smallest cap under which the candidate should not run out; None where that is unknown."""
         prediction = self._predict(candidate)
         return prediction.fit_threshold_bytes if prediction else None
+
+    def follow(self, blocks: Blocks) -> Blocks:
+        """The blocks, and which of them may keep their products; from now on masks over them can be solved."""
+        if self._predictor is None or not blocks.names:
+            return blocks
+        predictor = self._predictor
+        seen, failure = guarded(lambda: predictor.observed_blocks(blocks))
+        if seen is None:
+            logger.info("blocks could not be watched: %s", failure.message if failure else "")
+            return blocks
+        blocks = replace(blocks, selective=tuple(name for name in blocks.names if name in seen.selective))
+        predictor.follow(blocks)
+        return blocks
+
+    def solved(self, candidate: Candidate, *, cap_bytes: int | None, modes: Collection[CheckpointingMode]) -> Candidate:
+        """The candidate with the least recomputation that should fit; itself where none is known."""
+        if self._predictor is None or cap_bytes is None or not modes or candidate.checkpointing.mode == "none":
+            return candidate
+        if candidate not in self._solved:
+            solve = partial(self._predictor.solve, samples=self._samples, cap_bytes=cap_bytes, modes=modes)
+            found, failure = guarded(lambda: solve(candidate))
+            if failure is not None:
+                logger.info("no mask was found for %s: %s", candidate, failure.message)
+            self._solved[candidate] = found or candidate
+        return self._solved[candidate]
 
     def annotate(self, trial: Trial) -> Trial:
         """The trial with the reserved peak that was predicted for it."""

@@ -26,13 +26,23 @@ def candidates(space: SearchSpace, *, samples: int, info: DeviceInfo, blocks: Bl
 
 
 def _checkpointings(modes: tuple[CheckpointingMode, ...] | None, blocks: Blocks) -> Iterator[Checkpointing]:
-    if modes is not None and "full" in modes and not blocks.names:
+    """Nothing recomputed, and everything: in full, or where that may not be selectively. Masks lie between the two."""
+    recomputing = [mode for mode in modes or ("full",) if mode != "none"]
+    if modes is None or "none" in modes:
+        yield Checkpointing()
+    if "full" in recomputing and blocks.names:
+        yield Checkpointing(mode="full", blocks=blocks.names)
+    elif "full" not in recomputing and "selective" in recomputing and blocks.selective:
+        yield Checkpointing(mode="selective", blocks=blocks.selective)
+    elif modes is not None and recomputing:
+        fitting = "" if "full" in recomputing else " that hold products worth keeping"
         raise ConfigError(
-            f"checkpointing 'full' needs blocks to recompute, and none were found ({blocks.found_by}). "
-            "Name submodules with SearchSpace(checkpoint_blocks=[…]), or leave checkpointing out."
+            f"checkpointing {recomputing[0]!r} needs blocks to recompute{fitting}, and none were found "
+            f"({blocks.found_by}). Name submodules with SearchSpace(checkpoint_blocks=[…]), or leave checkpointing out."
         )
-    for mode in modes or ("none", "full"):
-        if mode == "none":
-            yield Checkpointing()
-        elif blocks.names:
-            yield Checkpointing(mode=mode, blocks=blocks.names)
+
+
+def mask_modes(space: SearchSpace) -> tuple[CheckpointingMode, ...]:
+    """The modes that each block by itself may be in; none where all blocks have to be in the same."""
+    modes = space.checkpointing or ("none", "full", "selective")
+    return modes if "none" in modes and len(modes) > 1 else ()

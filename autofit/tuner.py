@@ -30,7 +30,7 @@ from autofit.predict import Predictor
 from autofit.probe import probe
 from autofit.search import search
 from autofit.snapshot import restored
-from autofit.space import candidates
+from autofit.space import candidates, mask_modes
 from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
 from autofit.units import format_bytes
 
@@ -178,6 +178,7 @@ class _Tuning:
                 choices,
                 partial(self._evaluate, deadline=deadline),
                 predict=self.foresight.needed_bytes,
+                refine=partial(self.foresight.solved, cap_bytes=self.allowance.cap_bytes, modes=mask_modes(self.space)),
                 cap_bytes=self.allowance.cap_bytes,
                 max_trials=max_trials,
                 timeout=timeout,
@@ -210,7 +211,8 @@ class _Tuning:
         """The candidates that this model can run on this device; a probe says which."""
         probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
         self.notes += probed.notes
-        return candidates(self.space, samples=self.setup.samples, info=self.info, blocks=probed.blocks)
+        blocks = self.foresight.follow(probed.blocks) if self.space.checkpointing != ("none",) else probed.blocks
+        return candidates(self.space, samples=self.setup.samples, info=self.info, blocks=blocks)
 
     def _evaluate(self, candidate: Candidate, *, deadline: float | None) -> Trial:
         return self.foresight.annotate(run_trial(candidate, self.setup, deadline=deadline))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ Pair = tuple[Traced, Traced]  # of the two SIZES
 # What an operator takes at least under selective recomputation: each goes through Python, in forward and again in
 # backward. Measured: torch 2.14, one core of a server, from 15 to 25 µs.
 SELECTING_SECONDS = 20e-6
+# The solver's replays: about a second of them, but a few for the largest models too.
+REPLAYED_EVENTS, LEAST_REPLAYS = 400_000, 4
 
 
 class Masks:
@@ -82,18 +84,35 @@ class Masks:
             seconds[barred, self.modes.index("selective")] = np.inf
         return seconds
 
+    def cost(self, mask: Mask, samples: float, clock: Callable[[Operation], float]) -> float:
+        """Seconds that a micro-step of `samples` takes longer under `mask` than without recomputation."""
+        seconds = self.seconds(samples, clock)
+        return float(sum(seconds[self.blocks.index(block), self.modes.index(mode)] for block, mode in mask.items()))
+
     def solve(
-        self, sizes: Sequence[int], cap_bytes: int, clock: Callable[[Operation], float]
+        self,
+        sizes: Sequence[int],
+        cap_bytes: int,
+        clock: Callable[[Operation], float],
+        *,
+        modes: Collection[CheckpointingMode],
     ) -> dict[str, CheckpointingMode] | None:
-        """The mask that costs the fewest seconds of those that fit under `cap_bytes`; None when none was found."""
+        """The mask that costs the fewest seconds of those that fit under `cap_bytes`; None when none was found.
+
+        Blocks are in `modes` or in `none`.
+        """
         profiles = Profiles(self._weave, self._bytes(sizes), self.blocks, self.modes, single=len(sizes) == 1)
 
-        @lru_cache(maxsize=None)
+        @cache
         def fits(choice: Choice) -> bool:
             return replay(allocator_events(self.at(self.mask(choice), sizes)), cap_bytes).fits
 
         seconds = self.seconds(sum(sizes) / len(sizes), clock)
-        found = solve(Problem(seconds, lru_cache(maxsize=None)(profiles.of), fits, cap_bytes))
+        for column, mode in enumerate(self.modes):
+            if mode != "none" and mode not in modes:
+                seconds[:, column] = np.inf
+        replays = max(LEAST_REPLAYS, REPLAYED_EVENTS // len(profiles))
+        found = solve(Problem(seconds, cache(profiles.of), fits, cap_bytes, replays))
         return None if found is None else self.mask(found)
 
     def mask(self, choice: Choice) -> dict[str, CheckpointingMode]:
@@ -133,6 +152,10 @@ class Profiles:
             ]
             for at, number in enumerate(self._numbers)
         ]
+
+    def __len__(self) -> int:
+        """How many births and ends a step has that recomputes nothing."""
+        return sum(len(items[0]) for items in self._items)
 
     def of(self, choice: Choice) -> Floats:
         """One figure per segment, in bytes of blocks."""

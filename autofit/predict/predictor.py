@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Literal
 
@@ -10,16 +11,26 @@ import torch
 from torch import nn
 
 from autofit.batch import infer_layout
-from autofit.candidate import Candidate, Checkpointing, Precision
+from autofit.candidate import Candidate, Checkpointing, CheckpointingMode, Precision
 from autofit.errors import ConfigError
 from autofit.gpus import Capability, find_gpu
-from autofit.predict.line import Line
+from autofit.predict.line import SIZES, Line, SizedTrace
+from autofit.predict.masks import Masks
+from autofit.predict.observed import observed_blocks
 from autofit.predict.prediction import MemoryPrediction, describe
 from autofit.predict.recorder import Trace
+from autofit.predict.roofline import REFERENCES, operator_seconds
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.shadow import OptimizerLike
-from autofit.predict.tracing import Subject, trace_step
+from autofit.predict.splice import without_second
+from autofit.predict.traces import Traced, Traces, shared_precision
+from autofit.predict.tracing import Subject
+from autofit.predict.weave import WeaveError
+from autofit.predict.work import Operation
 from autofit.step.accumulation import LossOptions
+from autofit.step.blocks import Blocks
+
+logger = logging.getLogger(__name__)
 
 # A GPU of which nothing is said: today's commonest, Ampere and Ada.
 _DEFAULT_CAPABILITY: Capability = (8, 0)
@@ -27,7 +38,7 @@ _KINDS = ("cuda", "cpu")
 _CUDA_BLIND_SPOT = "memory that cuDNN takes inside a convolution is not in it"
 _CPU_BLIND_SPOT = "memory inside operators is not in it, as it is not in the tracked measurement either"
 
-_LineKey = tuple[Precision, Checkpointing, int]
+_Kind = tuple[Precision, Checkpointing]
 
 
 class Predictor:
@@ -66,7 +77,11 @@ class Predictor:
             step_options=options,
             max_grad_norm=max_grad_norm,
         )
-        self._lines: dict[_LineKey, Line] = {}
+        self._gpu = find_gpu(gpu) if gpu is not None else REFERENCES[self._device.type]
+        self._traces = Traces(self._subject)
+        self._lines: dict[tuple[_Kind, int], Line] = {}
+        self._masks: dict[Precision, Masks | None] = {}
+        self._selective: tuple[str, ...] = ()
 
     def predict(self, candidate: Candidate, *, samples: int | None = None) -> MemoryPrediction:
         """What `candidate` needs for an optimizer step of `samples` (by default all its micro-batches are full).
@@ -74,31 +89,88 @@ class Predictor:
         The first candidate of a precision and checkpointing takes a few traces, every other one milliseconds. Raises
         UntraceableError, for that line at once from then on, when the step needs values or the device.
         """
-        steps = candidate.accumulation_steps
-        sizes = candidate.split(samples or candidate.micro_batch_size * steps)
-        line = self._line(candidate)
-        sized = line.at(sizes[0], sizes[min(1, len(sizes) - 1)])
+        sized, notes = self._sized(candidate, samples or candidate.micro_batch_size * candidate.accumulation_steps)
         cuda = self._device.type == "cuda"
         return describe(
             sized,
             candidate=candidate,
             device=str(self._device),
             context_bytes=CUDA_CONTEXT_BYTES if cuda else 0,
-            notes=(_CUDA_BLIND_SPOT if cuda else _CPU_BLIND_SPOT, *line.notes),
+            notes=(_CUDA_BLIND_SPOT if cuda else _CPU_BLIND_SPOT, *notes),
         )
+
+    def observed_blocks(self, blocks: Blocks) -> Blocks:
+        """Those of `blocks` that can be recomputed, and selectively, seen in one micro-step without values."""
+        return observed_blocks(self._subject, blocks)
+
+    def follow(self, blocks: Blocks) -> None:
+        """From now on masks over `blocks` are predicted from one trace per mode."""
+        self._traces.blocks, self._selective = blocks.names, blocks.selective
+        self._masks.clear()
+
+    def solve(
+        self, candidate: Candidate, *, samples: int, cap_bytes: int, modes: Collection[CheckpointingMode]
+    ) -> Candidate | None:
+        """The candidate with the least recomputation that fits under `cap_bytes`, by blocks that were `follow`ed.
+
+        Each block is in one of `modes`, or in `none`. None when nothing was found that fits, or where the traces of the
+        modes cannot be put together. Raises UntraceableError as `predict` does.
+        """
+        masks = self._masks_of(candidate.precision)
+        if masks is None:
+            return None
+        mask = masks.solve(candidate.split(samples), cap_bytes, self._clock(candidate), modes=modes)
+        return None if mask is None else candidate.model_copy(update={"checkpointing": Checkpointing.of(mask)})
+
+    def _clock(self, candidate: Candidate) -> Callable[[Operation], float]:
+        return partial(operator_seconds, gpu=self._gpu, precision=candidate.precision)
+
+    def _mixed(self, candidate: Candidate) -> Masks | None:
+        """The masks that know the candidate's, where it has no trace of its own: all blocks in one mode."""
+        modes = candidate.checkpointing.modes
+        blocks = set(self._traces.blocks)
+        uniform = modes.keys() == blocks and len(set(modes.values())) == 1
+        return self._masks_of(candidate.precision) if modes and modes.keys() <= blocks and not uniform else None
+
+    def _sized(self, candidate: Candidate, samples: int) -> tuple[SizedTrace, tuple[str, ...]]:
+        """The trace of the candidate's step, and what is to be said about it."""
+        sizes = candidate.split(samples)
+        masks = self._mixed(candidate)
+        if masks is not None:
+            return masks.at(candidate.checkpointing.modes, sizes), ()
+        line = self._line(candidate)
+        return line.at(sizes[0], sizes[min(1, len(sizes) - 1)]), line.notes
 
     def _line(self, candidate: Candidate) -> Line:
-        key = candidate.precision, candidate.checkpointing, min(candidate.accumulation_steps, 2)
+        kind = shared_precision(candidate.precision), candidate.checkpointing
+        key = kind, min(candidate.accumulation_steps, 2)
         if key not in self._lines:
-            self._lines[key] = Line(partial(self._trace, key))
+            self._lines[key] = Line(partial(self._trace, *key))
         return self._lines[key]
 
-    def _trace(self, key: _LineKey, samples: int) -> Trace:
-        precision, checkpointing, steps = key
-        candidate = Candidate(
-            micro_batch_size=samples, accumulation_steps=steps, precision=precision, checkpointing=checkpointing
-        )
-        return trace_step(self._subject, candidate)
+    def _trace(self, kind: _Kind, steps: int, samples: int) -> Trace:
+        trace = self._traces.step(*kind, samples).trace
+        return trace if steps == 2 else without_second(trace)
+
+    def _masks_of(self, precision: Precision) -> Masks | None:
+        """The masks over the blocks that are followed; None where there are none, or they cannot be put together."""
+        precision = shared_precision(precision)
+        if precision not in self._masks:
+            self._masks[precision] = self._put_together(precision) if self._traces.blocks else None
+        return self._masks[precision]
+
+    def _put_together(self, precision: Precision) -> Masks | None:
+        def traced(mode: CheckpointingMode) -> tuple[Traced, Traced]:
+            checkpointing = Checkpointing.of(dict.fromkeys(self._traces.blocks, mode))
+            few, many = (self._traces.step(precision, checkpointing, size, followed=True) for size in SIZES)
+            return few, many
+
+        modes: tuple[CheckpointingMode, ...] = ("none", "full", *(("selective",) if self._selective else ()))
+        try:
+            return Masks({mode: traced(mode) for mode in modes}, blocks=self._traces.blocks, selective=self._selective)
+        except WeaveError as error:
+            logger.info("masks of %s are traced one by one: %s", precision, error)
+            return None
 
 
 def predict_memory(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from autofit.candidate import Precision
-from autofit.gpus import Gpu
+from autofit.gpus import Gpu, find_gpu
 from autofit.predict.work import Operation, Work
 from autofit.timing import Round
 
@@ -21,6 +21,22 @@ MATRIX_SHARE = 0.75
 BANDWIDTH_SHARE = 0.8
 # An operator without work: to launch a kernel takes a few microseconds, and eager PyTorch hides them only in part.
 LAUNCH_SECONDS = 5e-6
+
+
+# Where no GPU is named only ratios count, of arithmetic to traffic: a GPU of today, and a host of a few cores.
+REFERENCES = {
+    "cuda": find_gpu("A100 40GB"),
+    "cpu": Gpu(
+        name="host",
+        total_bytes=0,
+        capability=(0, 0),
+        bandwidth=20e9,
+        float32=200e9,
+        tf32=None,
+        bfloat16=None,
+        float16=None,
+    ),
+}
 
 
 def operator_seconds(operation: Operation, gpu: Gpu, *, precision: Precision) -> float:

@@ -22,8 +22,8 @@ ENUMERABLE = 60_000
 SLACK = 0.02
 # Replays that fail by fragmentation before more room is left for it; by how much more, of the cap; how often.
 PATIENCE, MARGIN, ROUNDS = 8, 0.005, 6
-# Passes of exchanges between blocks, and replays spent on undoing single modes at the end.
-EXCHANGES, REPLAYS = 3, 24
+# Passes of exchanges between blocks.
+EXCHANGES = 3
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,15 @@ class Problem:
     """`seconds[b, m]` is what block b costs in mode m; mode 0 costs nothing.
 
     `profile` gives the bytes in use at most in each stretch of the step. `fits` replays the step under the cap; it
-    never holds where the profile exceeds `cap_bytes`.
+    never holds where the profile exceeds `cap_bytes`. It takes longest: once something fits, at most `replays` more
+    are spent on making it cheaper.
     """
 
     seconds: Floats
     profile: Callable[[Choice], Floats]
     fits: Callable[[Choice], bool]
     cap_bytes: int
+    replays: int = 24
 
     @property
     def blocks(self) -> range:
@@ -163,7 +165,8 @@ def _proposed(problem: Problem, model: Model, room: float) -> Choice | None:
         profile = profile + changes[block, mode]
         choice[block] = mode
     for _ in range(EXCHANGES):
-        if not any([_exchange(problem, model, choice, block, room) for block in _dearest(problem, choice)]):
+        exchanged = [_exchange(problem, model, choice, block, room) for block in _dearest(problem, choice)]
+        if not any(exchanged):
             break
     return tuple(choice)
 
@@ -174,7 +177,10 @@ def _dearest(problem: Problem, choice: list[int]) -> list[int]:
 
 
 def _exchange(problem: Problem, model: Model, choice: list[int], block: int, room: float) -> bool:
-    """Gives `block` a cheaper mode, paid for by at most one other block where that is cheaper still; whether it could."""
+    """Gives `block` a cheaper mode, at the cost of one other block at most, where that is cheaper still.
+
+    Returns whether it could.
+    """
     present = choice[block]
     profile = model.profile(tuple(choice))
     for mode in _cheaper(problem, block, present):
@@ -203,7 +209,7 @@ def _cheaper(problem: Problem, block: int, present: int) -> Iterator[int]:
 
 def _trimmed(problem: Problem, choice: Choice) -> Choice:
     """Gives single blocks cheaper modes as long as the step really fits, the dearest first."""
-    present, replays = list(choice), REPLAYS
+    present, replays = list(choice), problem.replays
     for block in _dearest(problem, present):
         for mode in _cheaper(problem, block, present[block]):
             trial = (*present[:block], mode, *present[block + 1 :])

@@ -10,6 +10,12 @@ from autofit.predict.tracing import Subject, trace_step
 from autofit.predict.work import WorkLog
 from autofit.step.checkpointing import fills_cache
 
+
+def shared_precision(precision: Precision) -> Precision:
+    """The precision whose traces this one shares: TF32 keeps what float32 keeps."""
+    return "float32" if precision == "tf32" else precision
+
+
 _Key = tuple[Precision, Checkpointing, int, bool]
 
 
@@ -22,7 +28,7 @@ class Traced:
 
 
 class Traces:
-    """Traces by precision, checkpointing and micro-batch size; TF32 needs the memory that float32 needs."""
+    """Traces by precision, checkpointing and micro-batch size. `blocks` may be followed."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -33,7 +39,7 @@ class Traces:
         self, precision: Precision, checkpointing: Checkpointing, samples: int, *, followed: bool = False
     ) -> Traced:
         """A step with micro-batches of `samples`; `followed`, its trace says which of `blocks` runs when."""
-        precision = "float32" if precision == "tf32" else precision
+        precision = shared_precision(precision)
         followed = self._is_followed(checkpointing, asked=followed)
         key = precision, checkpointing, samples, followed
         if key not in self._made:
@@ -44,6 +50,11 @@ class Traces:
             trace = trace_step(self.subject, candidate, watch=log, blocks=self.blocks if followed else ())
             self._made[key] = Traced(trace, log)
         return self._made[key]
+
+    def made(self, precision: Precision, checkpointing: Checkpointing) -> dict[int, Traced]:
+        """The traces there are already, by micro-batch size."""
+        wanted = shared_precision(precision), checkpointing
+        return {samples: traced for (*kind, samples, _), traced in self._made.items() if tuple(kind) == wanted}
 
     def _is_followed(self, checkpointing: Checkpointing, *, asked: bool) -> bool:
         """To follow the blocks changes nothing, except that a model which fills a cache in training no longer does."""

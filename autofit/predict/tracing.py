@@ -101,9 +101,10 @@ def trace_step(
     so on, by the position in the batch, and `optimizer`. `blocks` are followed: the trace says when each runs.
     """
     model = subject.model
-    with following(
-        model, device=subject.device, capability=subject.capability, watch=watch, holds=bool(blocks)
-    ) as (recorder, shadow):
+    with following(model, device=subject.device, capability=subject.capability, watch=watch, holds=bool(blocks)) as (
+        recorder,
+        shadow,
+    ):
         if not model.training:
             model.train()
         parts = min(candidate.accumulation_steps, 2)

@@ -35,8 +35,9 @@ def recomputed(forward: Forward, *, modules: Sequence[nn.Module], selective: boo
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler traces plain checkpoints, and writes buffers once by itself
-            contexts = {"context_fn": selective_contexts} if selective else {}
-            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+            if selective:
+                kwargs["context_fn"] = selective_contexts
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         call = _Call(forward, args, kwargs)
         guards = partial(_guards, modules) if any(module._buffers for module in modules) else None
         if selective:

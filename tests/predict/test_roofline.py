@@ -8,9 +8,14 @@ from torch import nn
 
 from autofit.candidate import Candidate, Checkpointing, Precision
 from autofit.gpus import find_gpu
+from autofit.memory import replay
+from autofit.predict.line import SizedTrace
+from autofit.predict.prediction import allocator_events
 from autofit.predict.roofline import LAUNCH_SECONDS, MATRIX_SHARE, operator_seconds
+from autofit.predict.splice import without_second
 from autofit.predict.step_predictor import StepPredictor
-from autofit.predict.work import Operation
+from autofit.predict.tracing import trace_step
+from autofit.predict.work import Operation, work_at
 from tests.models import ConvNet, Wide, image_batch, vector_batch
 
 RECOMPUTED = Checkpointing(mode="full", blocks=("blocks.0", "blocks.1", "blocks.2"))
@@ -71,7 +76,7 @@ def test_what_moves_much_and_computes_little_waits_for_memory() -> None:
 def test_the_traced_products_are_counted(matrices: StepPredictor) -> None:
     """Forward and both gradients of every layer, but the first layer's inputs need none: 2 × samples × weights each."""
     matrices.step_seconds(candidate(3, 2), samples=6)
-    (known,) = [work[3] for (precision, _), work in matrices._work.items() if precision == "float32"]
+    known = matrices._work(candidate(3, 2), 6)
     square, last = 4096 * 4096, 4096 * 10
     assert sum(o.operations for o in known.micro_step) == 2 * 3 * (5 * square + 3 * last)
     assert sum(o.operations for o in known.optimizer_step) == 0
@@ -103,10 +108,9 @@ def test_larger_micro_batches_are_not_slower(convolutions: StepPredictor) -> Non
 def test_work_is_affine_in_the_samples(convolutions: StepPredictor) -> None:
     """What lies between and beyond two traced sizes is what a trace of that size counts."""
     convolutions.step_seconds(candidate(16, 2), samples=32)
-    convolutions._trace(("float32", Checkpointing(), 2), 16)
-    from autofit.predict.work import work_at
-
-    known = convolutions._work["float32", Checkpointing()]
+    convolutions._traces.step("float32", Checkpointing(), 16)
+    made = convolutions._traces.made("float32", Checkpointing())
+    known = {samples: traced.log.work(traced.trace) for samples, traced in made.items()}
     on_line = work_at(16, (3, known[3]), (5, known[5]))
     for ours, theirs in zip(on_line.micro_step, known[16].micro_step, strict=True):
         assert ours.operations == pytest.approx(theirs.operations)
@@ -119,11 +123,9 @@ def test_one_micro_batch_cut_out_of_two_is_the_one_traced_alone(
     model: nn.Module, batch: object, precision: Precision
 ) -> None:
     """A step without accumulation needs what a trace of just that needs, to the byte."""
-    from autofit.predict import Predictor
-
-    whole = candidate(16, 1, precision)
-    alone = Predictor(model, batch, gpu="A100 80GB").predict(whole)
-    cut = StepPredictor(model, batch, gpu="A100 80GB").predict(whole)
-    assert cut.fit_threshold_bytes == alone.fit_threshold_bytes
-    assert cut.peak_reserved_bytes == alone.peak_reserved_bytes
-    assert cut.breakdown == alone.breakdown
+    predictor = StepPredictor(model, batch, gpu="A100 80GB")
+    alone = trace_step(predictor._subject, candidate(3, 1, precision))
+    cut = without_second(trace_step(predictor._subject, candidate(3, 2, precision)))
+    assert replay(allocator_events(SizedTrace(cut, cut.sizes))) == replay(
+        allocator_events(SizedTrace(alone, alone.sizes))
+    )
