@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from autofit.candidate import CheckpointingMode
 from autofit.errors import AutofitError
+from autofit.memory.config import MIN_BLOCK
 from autofit.predict.recorder import Span, Trace
 
 
@@ -95,17 +96,18 @@ class Weave:
         In forward a block makes what it makes without recomputation, after copies of what it will need again; in
         backward what it makes without, and what it recomputes.
         """
-        trace, names = traces[mode], dict[int, int]()
+        trace, names = traces[mode], dict(zip(_workspaces(traces[mode]), _workspaces(traces["none"]), strict=False))
+        workspaces = set(_workspaces(traces["none"]))
         segments = list(_segments(trace))
         if [(s.span, s.mark) for s in segments] != [(s.span, s.mark) for s in plain]:
             raise WeaveError(f"with checkpointing {mode!r} blocks run in another order than without")
         for mine, other in zip(segments, plain, strict=True):
             again = trace.recomputed if mine.span else ()
-            births = [i for i in mine.items if i >= 0 and i not in again]
-            wanted = [i for i in other.items if i >= 0]
+            births = [i for i in mine.items if i >= 0 and i not in again and i not in names]
+            wanted = [i for i in other.items if i >= 0 and i not in workspaces]
             while births and wanted:
                 index = births.pop()
-                if _kind(trace, index) == _kind(traces["none"], wanted[-1]):
+                if _are_alike(trace, index, traces["none"], wanted[-1]):
                     names[index] = wanted.pop()
             if wanted or (mine.span is None and births):
                 raise WeaveError(f"with checkpointing {mode!r} other operators run in {mine.span or mine.mark}")
@@ -141,8 +143,15 @@ def _segments(trace: Trace) -> Iterator[Segment]:
         yield Segment(span, mark, [item for at, item in enumerate(items) if last[item] == at])
 
 
-def _kind(trace: Trace, index: int) -> tuple[str, int]:
-    return trace.operators[index], trace.sizes[index]
+def _workspaces(trace: Trace) -> list[int]:
+    """Blocks that libraries take once and keep: whichever operator is the first to need them, they are the same."""
+    return [index for index, category in enumerate(trace.categories) if category == "workspaces"]
+
+
+def _are_alike(trace: Trace, index: int, plain: Trace, other: int) -> bool:
+    """Whether both are the same result of an operator. The last row of what is padded may be cut in one of them."""
+    difference = abs(trace.sizes[index] - plain.sizes[other])
+    return trace.operators[index] == plain.operators[other] and difference < MIN_BLOCK
 
 
 def _renamed(items: Sequence[int], names: Mapping[int, int]) -> list[int]:
