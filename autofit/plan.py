@@ -166,6 +166,15 @@ class Plan(FrozenModel):
         """The best trial's step as plain PyTorch code that imports no autofit; the loss must be a mean over samples."""
         return to_python(self.candidate, target_batch=self.target_batch)
 
+    def to_training_arguments(self) -> dict[str, Any]:
+        """Arguments of Hugging Face's `TrainingArguments`: `TrainingArguments(folder, **plan.to_training_arguments())`.
+
+        Raises ConfigError when the plan's micro-batches are not all of one size; see `autofit.integrations`.
+        """
+        from autofit.integrations.hugging_face import training_arguments
+
+        return training_arguments(self)
+
     def to_json(self) -> str:
         """The plan as one JSON document; what was not measured is null."""
         return self.model_dump_json(indent=2) + "\n"
