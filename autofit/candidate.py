@@ -134,7 +134,7 @@ class SearchSpace(FrozenModel):
     for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`,
     `float16`. `checkpointing`: modes that a block may be in, `none`, `full` and `selective`; without `none`, every
     block is recomputed. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to recompute instead of
-    those that autofit finds.
+    those that autofit finds. `even_split`: only micro-batches of one size, for frameworks that know no other.
 
     Raises ConfigError when a value is not allowed.
     """
@@ -144,6 +144,7 @@ class SearchSpace(FrozenModel):
     precision: Annotated[tuple[Precision, ...] | None, BeforeValidator(_as_choices)] = None
     checkpointing: Annotated[tuple[CheckpointingMode, ...] | None, BeforeValidator(_as_choices)] = None
     checkpoint_blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_as_choices)] = None
+    even_split: bool = False
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -164,22 +165,29 @@ class SearchSpace(FrozenModel):
         if not found:
             raise ConfigError(
                 f"No split of {samples} samples is in the space: micro_batch_size={self.micro_batch_size}, "
-                f"accumulation_steps={self.accumulation_steps}. "
+                f"accumulation_steps={self.accumulation_steps}, even_split={self.even_split}. "
                 f"A micro-batch of m takes ceil({samples} / m) accumulation steps."
             )
         return tuple(sorted(found))
 
     def _allowed_splits(self, samples: int) -> Iterator[tuple[int, int]]:
         allowed_steps = set(self.accumulation_steps or ())
-        steps = allowed_steps or {-(-samples // size) for size in self.micro_batch_size or range(1, samples + 1)}
+        steps = allowed_steps or {self._steps(samples, size) for size in self.micro_batch_size or range(1, samples + 1)}
         largest = max(self.micro_batch_size or (samples,))
         smallest = min(self.micro_batch_size or (1,))
         for count in steps:
-            if count > samples:
+            if count > samples or (self.even_split and samples % count):
                 continue
             size = -(-samples // count)
             if not allowed_steps or smallest <= size <= largest:
                 yield size, count
+
+    def _steps(self, samples: int, size: int) -> int:
+        """The fewest accumulation steps of micro-batches of at most `size`."""
+        steps = max(-(-samples // size), 1)
+        while self.even_split and samples % steps:
+            steps += 1
+        return steps
 
 
 def describe_validation(error: PydanticValidationError, subject: str) -> str:

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from autofit.preflight import CheckOptions, PlanCheck
     from autofit.step import TrainStep
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -138,7 +139,7 @@ class Plan(FrozenModel):
         max_grad_norm: float | None = None,
     ) -> TrainStep:
         """The `TrainStep` that trains as the best trial did: `for batch in loader: result = step(batch)`."""
-        from autofit.step import TrainStep  # the one door upward: data hands out the behaviour that it describes
+        from autofit.step import TrainStep  # a door upward: data hands out the behaviour that it describes
 
         return TrainStep(
             model,
@@ -151,9 +152,28 @@ class Plan(FrozenModel):
             max_grad_norm=max_grad_norm,
         )
 
+    def check(self, model: nn.Module, sample_batch: Any, **options: Unpack[CheckOptions]) -> PlanCheck:
+        """Runs the best trial's step once more, here, under the plan's budget: does the plan still hold?
+
+        Options as of `autofit.tune`: the loss, `optimizer`, `device`, `budget`, `batch_dims`. Raises PlanMismatchError
+        when the plan is for another model or kind of device; see `autofit.preflight.check_plan`.
+        """
+        from autofit.preflight import check_plan
+
+        return check_plan(self, model, sample_batch, **options)
+
     def to_python(self) -> str:
         """The best trial's step as plain PyTorch code that imports no autofit; the loss must be a mean over samples."""
         return to_python(self.candidate, target_batch=self.target_batch)
+
+    def to_training_arguments(self) -> dict[str, Any]:
+        """Arguments of Hugging Face's `TrainingArguments`: `TrainingArguments(folder, **plan.to_training_arguments())`.
+
+        Raises ConfigError when the plan's micro-batches are not all of one size; see `autofit.integrations`.
+        """
+        from autofit.integrations.hugging_face import training_arguments
+
+        return training_arguments(self)
 
     def to_json(self) -> str:
         """The plan as one JSON document; what was not measured is null."""

@@ -110,26 +110,45 @@ def run_trial(candidate: Candidate, setup: TrialSetup, *, deadline: float | None
     )
 
 
+def meter_trial(candidate: Candidate, setup: TrialSetup, *, whole: bool) -> Trial:
+    """Runs one candidate under the cap without timing it, and says whether it fits.
+
+    After a step that makes the optimizer's state comes the `whole` effective step, every micro-batch at its own size,
+    or else its largest micro-batch only, on gradients that are there already if it accumulates.
+    """
+    run = _Run(candidate, setup)
+    _, failure = guarded(run.whole_step if whole else run.largest_micro_batch)
+    reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
+    del run
+    setup.recover()
+    if failure is not None:
+        return failed_trial(candidate, failure, phase=phase, reading=reading, device=setup.device)
+    assert reading is not None
+    outcome, message = judge_memory(reading, cap_bytes=setup.cap_bytes, outside_bytes=outside)
+    return Trial(
+        number=0,
+        candidate=candidate,
+        outcome=outcome,
+        peak_reserved_bytes=reading.peak_reserved_bytes,
+        peak_allocated_bytes=reading.peak_allocated_bytes,
+        alloc_retries=reading.alloc_retries,
+        message=message,
+    )
+
+
 def confirm_trial(trial: Trial, setup: TrialSetup) -> Trial:
     """The trial's candidate again as a whole effective step, every micro-batch at its own size, under the cap.
 
     Gives the trial with the larger of both peaks, or with the outcome that the whole step had.
     """
-    run = _Run(trial.candidate, setup)
-    _, failure = guarded(run.whole_step)
-    reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
-    del run
-    setup.recover()
-    if failure is not None:
-        failed = failed_trial(trial.candidate, failure, phase=phase, reading=reading, device=setup.device)
-        return trial.model_copy(update={"outcome": failed.outcome, "message": f"whole step, {failed.message}"})
-    assert reading is not None
-    outcome, message = judge_memory(reading, cap_bytes=setup.cap_bytes, outside_bytes=outside)
+    seen = meter_trial(trial.candidate, setup, whole=True)
+    if seen.outcome not in ("feasible", "over_budget"):
+        return trial.model_copy(update={"outcome": seen.outcome, "message": f"whole step, {seen.message}"})
     peaks = {
-        name: max(getattr(reading, name), getattr(trial, name) or 0)
+        name: max(getattr(seen, name), getattr(trial, name) or 0)
         for name in ("peak_reserved_bytes", "peak_allocated_bytes")
     }
-    return trial.model_copy(update={"outcome": outcome, "message": message, **peaks})
+    return trial.model_copy(update={"outcome": seen.outcome, "message": seen.message, **peaks})
 
 
 def measure_need(candidate: Candidate, setup: TrialSetup, *, available_bytes: int) -> Reading | None:
@@ -192,6 +211,15 @@ class _Run:
         step = self._setup.train_step(self._candidate)
         parts = step.split(self._setup.batch_of(self._setup.samples))
         self._meter(step, parts[-1:], parts)
+
+    def largest_micro_batch(self) -> None:
+        """Steps as small as the sample batch make state and gradients; then the largest micro-batch of all."""
+        setup = self._setup
+        step = setup.train_step(self._candidate)
+        size = self._candidate.micro_batch_size
+        full = step.split(setup.batch_of(setup.samples if setup.batch_is_on_device() else size))[:1]
+        small = step.split(setup.batch_of(min(setup.layout.samples, size)))
+        self._meter(step, small, small + full if self._candidate.accumulation_steps > 1 else full)
 
     def _meter(self, step: TrainStep, *optimizer_steps: list[Part]) -> None:
         self._step = step

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -14,23 +13,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autofit.batch import infer_layout
-from autofit.budget import Budget, resolve_budget
+from autofit.budget import Budget
 from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
-from autofit.device import DeviceInfo, device_info, resolve_device
+from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.foresight import Foresight
-from autofit.memory import Meter, meter_for
-from autofit.optimizers import optimizer_factory
-from autofit.placement import placed
 from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
+from autofit.preparation import prepared
 from autofit.probe import probe
 from autofit.search import search
-from autofit.snapshot import restored
 from autofit.space import candidates, mask_modes
+from autofit.step.accumulation import LossOptions
 from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
 from autofit.units import format_bytes
 
@@ -75,57 +71,28 @@ def tune(
     """
     check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
     began = time.monotonic()
-    layout = infer_layout(sample_batch, batch_dims=batch_dims)
-    info = device_info(resolve_device(device, model))
-    meter = meter_for(info.device)
-    make_optimizer = optimizer_factory(optimizer, model)
-    user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-    with ExitStack() as undone:
-        _enter_placed(undone, model, info, meter)
-        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device))
-        undone.enter_context(_training(model))
-        allowance = resolve_budget(budget, info=info, meter=meter)
-        undone.enter_context(meter.capped(allowance.cap_bytes))
-        setup = TrialSetup(
-            model=model,
-            sample_batch=sample_batch,
-            layout=layout,
-            samples=target_batch,
-            device=info.device,
-            meter=meter,
-            cap_bytes=allowance.cap_bytes,
-            outside_bytes=allowance.outside_bytes,
-            snapshot=snapshot,
-            make_optimizer=make_optimizer,
-            loss_options={
-                "loss_fn": loss_fn,
-                "compute_loss": compute_loss,
-                "loss_weight": loss_weight,
-                "batch_dims": batch_dims,
-            },
-        )
+    options: LossOptions = {
+        "loss_fn": loss_fn,
+        "compute_loss": compute_loss,
+        "loss_weight": loss_weight,
+        "batch_dims": batch_dims,
+    }
+    with prepared(
+        model,
+        sample_batch,
+        samples=target_batch,
+        optimizer=optimizer,
+        device=device,
+        budget=budget,
+        loss_options=options,
+    ) as ready:
+        setup = ready.setup
         foresight = Foresight(_predictor(setup, optimizer), samples=target_batch)
-        tuning = _Tuning(setup, info, allowance, space or SearchSpace(), foresight, target_batch, seed)
+        tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
         return tuning.run(
             max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
         )
-
-
-def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: Meter) -> None:
-    """Moves the model to the device; the device may be too small even for that."""
-    try:
-        undone.enter_context(placed(model, device=info.device))
-        return
-    except torch.OutOfMemoryError as error:
-        message = str(error)
-    meter.release()
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    raise InfeasibleError(
-        f"The model alone, {format_bytes(size)} of parameters, does not fit on {info.name} with "
-        f"{format_bytes(info.total_bytes)}: {message}",
-        smallest_peak_bytes=size,
-    )
 
 
 def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
@@ -133,18 +100,6 @@ def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
     if setup.device.type not in ("cpu", "cuda"):
         return None
     return Predictor(setup.model, setup.sample_batch, optimizer=optimizer, device=setup.device, **setup.loss_options)
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode. A model whose root is in training mode already keeps its submodules as they are: some are frozen.
-
-    Nothing to undo here: the snapshot does it.
-    """
-    if not model.training:
-        model.train()
-    with torch.enable_grad():
-        yield
 
 
 @dataclass

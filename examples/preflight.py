@@ -1,7 +1,7 @@
-"""A training script with a pre-flight step: tune once, keep the plan in a file, and reuse it from then on.
+"""A training script with a pre-flight step: tune once, keep the plan in a file, and check it from then on.
 
 python examples/preflight.py --plan plan.json     tunes, saves, trains
-python examples/preflight.py --plan plan.json     reads the plan, trains
+python examples/preflight.py --plan plan.json     runs the plan's step once to see that it still holds, trains
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def make_batch(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor
     return inputs, inputs[:, :8].sum(dim=1, keepdim=True)
 
 
-def device_type() -> str:
-    """What tune() trains on when it is not told: the accelerator, if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator else "cpu"
-
-
 def pre_flight(path: Path, model: nn.Module, sample: tuple[Tensor, Tensor], *, budget: str | None) -> autofit.Plan:
-    """The saved plan if it was made for this batch, this kind of device and this torch; else a new one, saved."""
+    """The saved plan if it still holds on this machine; else a new one, saved."""
     if path.exists():
         plan = autofit.Plan.load(path)
-        made_for = (plan.target_batch, torch.device(plan.environment.device).type, plan.environment.torch_version)
-        if made_for == (TARGET_BATCH, device_type(), torch.__version__):
-            print(f"reusing {path}: {plan.candidate}")
-            return plan
+        try:
+            check = plan.check(model, sample, loss_fn=nn.functional.mse_loss, budget=budget)
+        except autofit.errors.PlanMismatchError as error:  # for another model or kind of device
+            print(f"{path}: {error}")
+        else:
+            for difference in check.differences:
+                print(f"{path}: {difference}")
+            if check.holds and plan.target_batch == TARGET_BATCH:
+                print(f"reusing {path}: {plan.candidate}")
+                return plan
     plan = autofit.tune(model, sample, target_batch=TARGET_BATCH, loss_fn=nn.functional.mse_loss, budget=budget)
     plan.save(path)
     print(f"tuned {path}: {plan.candidate}")

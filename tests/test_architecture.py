@@ -46,14 +46,18 @@ LAYERS = {
     "environment": 8.5,
     "foresight": 8.5,
     "probe": 8.5,
+    "preparation": 8.8,
     "tuner": 9,
+    "preflight": 9,
     "forecaster": 9,
+    "integrations": 10,
     "cli": 10,
     "__init__": 11,
     "__main__": 11,
 }
-# A plan hands out the step that it describes; this one import points upward, inside the method that needs it.
-DOORS = {("plan", "step")}
+# A plan hands out the step that it describes, its check, and itself in another framework's words; these point upward,
+# inside the methods that need them.
+DOORS = {("plan", "step"), ("plan", "preflight"), ("plan", "integrations")}
 DATA_ONLY = ("report", "search")  # these know the data of layers 0 to 2 and nothing else
 
 

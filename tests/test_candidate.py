@@ -72,6 +72,9 @@ def test_a_space_of_512_has_45_micro_batches() -> None:
         ({"accumulation_steps": [1, 2]}, ((256, 2), (512, 1))),
         ({"micro_batch_size": range(100, 200), "accumulation_steps": [2, 3, 4, 5]}, ((103, 5), (128, 4), (171, 3))),
         ({"micro_batch_size": 1000}, ((512, 1),)),
+        ({"micro_batch_size": 48, "even_split": True}, ((32, 16),)),
+        ({"micro_batch_size": range(100, 600), "even_split": True}, ((64, 8), (128, 4), (256, 2), (512, 1))),
+        ({"accumulation_steps": range(1, 9), "even_split": True}, ((64, 8), (128, 4), (256, 2), (512, 1))),
     ],
 )
 def test_splits_of_a_named_space(space: dict[str, object], expected: tuple[tuple[int, int], ...]) -> None:

@@ -69,7 +69,7 @@ def test_bert_classifier_trains_within_its_budget() -> None:
 
 
 def test_preflight_tunes_once_and_reuses_the_plan(tmp_path: Path) -> None:
-    """The second run reads the file that the first one wrote, and trains alike."""
+    """The second run finds that the file of the first one holds, and trains alike; what differs is said."""
     path = tmp_path / "plan.json"
     first = run("preflight.py", "--plan", str(path), "--steps", "4")
     written = path.read_bytes()
@@ -80,6 +80,9 @@ def test_preflight_tunes_once_and_reuses_the_plan(tmp_path: Path) -> None:
     assert Plan.load(path).target_batch == 256
     assert losses(first) == losses(second)
     assert losses(first)[-1] < losses(first)[0]
+    third = run("preflight.py", "--plan", str(path), "--steps", "1", "--budget", "16MiB")
+    assert re.search(r"budget: plan has .*, here is 16.0 MiB", third)
+    assert "reusing" in third
 
 
 def test_every_example_is_run_here() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from autofit.cli.check import check
 from autofit.cli.predict import predict
 from autofit.cli.tune import tune
 from autofit.errors import AutofitError, InfeasibleError
@@ -31,6 +32,7 @@ class DefaultCommandGroup(TyperGroup):
 app = typer.Typer(cls=DefaultCommandGroup, add_completion=False, pretty_exceptions_enable=False)
 app.command(DEFAULT_COMMAND)(tune)
 app.command("predict")(predict)
+app.command("check")(check)
 
 
 @app.callback()
@@ -39,7 +41,10 @@ def _commands() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 with a plan, 1 on an error, 2 on wrong usage, 3 when nothing fits."""
+    """Runs the command line and exits: 0 with a plan, 1 on an error, 2 on wrong usage, 3 when nothing fits.
+
+    For `check`, 0 means that the plan holds and 3 that it does not fit.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × or µ shows a question mark and goes on

@@ -89,14 +89,15 @@ def merged_arguments(request: Request, workload: Workload) -> dict[str, Any]:
     """`tune`'s arguments: those of the user's factory, and over them those of the command line."""
     arguments = {"seed": SEED, **workload.arguments, **request.arguments}
     if request.optimizer is not None:
-        arguments["optimizer"] = _optimizer(request.optimizer)
+        arguments["optimizer"] = named_optimizer(request.optimizer)
     if request.space:
         base = arguments.get("space")
         arguments["space"] = SearchSpace(**{**(dict(base) if isinstance(base, SearchSpace) else {}), **request.space})
     return arguments
 
 
-def _optimizer(name: OptimizerName) -> Callable[[Iterable[Any]], Optimizer]:
+def named_optimizer(name: OptimizerName) -> Callable[[Iterable[Any]], Optimizer]:
+    """The optimizer of that name as the command line makes it."""
     optimizer = getattr(torch.optim, name.name)
     momentum = {"momentum": 0.9} if name is OptimizerName.SGD else {}
     return partial(optimizer, lr=1e-3, **momentum)

@@ -119,6 +119,12 @@ def tune(
             metavar="N", min=1, rich_help_panel=SEARCH, help="May be used. Repeat for several. Left out: any."
         ),
     ] = None,
+    even_split: Annotated[
+        bool | None,
+        typer.Option(
+            "--even-split", rich_help_panel=SEARCH, help="Only micro-batches of one size, as the HF Trainer needs them."
+        ),
+    ] = None,
     max_trials: Annotated[
         int | None, typer.Option(metavar="N", min=1, rich_help_panel=SEARCH, help="Stop after so many trials.")
     ] = None,
@@ -169,7 +175,12 @@ def tune(
         image_size=image_size,
         sequence_length=sequence_length,
         optimizer=optimizer,
-        space=given(precision=precision, checkpointing=checkpointing, micro_batch_size=micro_batch_size),
+        space=given(
+            precision=precision,
+            checkpointing=checkpointing,
+            micro_batch_size=micro_batch_size,
+            even_split=even_split,
+        ),
         arguments=given(
             target_batch=target_batch,
             budget=budget,
