@@ -67,7 +67,7 @@ class Predictor:
         options = LossOptions(
             loss_fn=loss_fn, compute_loss=compute_loss, loss_weight=loss_weight, batch_dims=batch_dims
         )
-        self._subject = Subject(
+        self.subject = Subject(
             model=model,
             sample_batch=sample_batch,
             layout=infer_layout(sample_batch, batch_dims=batch_dims),
@@ -78,7 +78,7 @@ class Predictor:
             max_grad_norm=max_grad_norm,
         )
         self._gpu = find_gpu(gpu) if gpu is not None else REFERENCES[self._device.type]
-        self._traces = Traces(self._subject)
+        self._traces = Traces(self.subject)
         self._lines: dict[tuple[_Kind, int], Line] = {}
         self._masks: dict[Precision, Masks | None] = {}
         self._selective: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Predictor:
 
     def observed_blocks(self, blocks: Blocks) -> Blocks:
         """Those of `blocks` that can be recomputed, and selectively, seen in one micro-step without values."""
-        return observed_blocks(self._subject, blocks)
+        return observed_blocks(self.subject, blocks)
 
     def follow(self, blocks: Blocks) -> None:
         """From now on masks over `blocks` are predicted from one trace per mode."""
@@ -116,7 +116,7 @@ class Predictor:
         Each block is in one of `modes`, or in `none`. None when nothing was found that fits, or where the traces of the
         modes cannot be put together. Raises UntraceableError as `predict` does.
         """
-        masks = self._masks_of(candidate.precision)
+        masks = self.masks(candidate.precision)
         if masks is None:
             return None
         mask = masks.solve(candidate.split(samples), cap_bytes, self._clock(candidate), modes=modes)
@@ -130,7 +130,7 @@ class Predictor:
         modes = candidate.checkpointing.modes
         blocks = set(self._traces.blocks)
         uniform = modes.keys() == blocks and len(set(modes.values())) == 1
-        return self._masks_of(candidate.precision) if modes and modes.keys() <= blocks and not uniform else None
+        return self.masks(candidate.precision) if modes and modes.keys() <= blocks and not uniform else None
 
     def _sized(self, candidate: Candidate, samples: int) -> tuple[SizedTrace, tuple[str, ...]]:
         """The trace of the candidate's step, and what is to be said about it."""
@@ -152,7 +152,7 @@ class Predictor:
         trace = self._traces.step(*kind, samples).trace
         return trace if steps == 2 else without_second(trace)
 
-    def _masks_of(self, precision: Precision) -> Masks | None:
+    def masks(self, precision: Precision) -> Masks | None:
         """The masks over the blocks that are followed; None where there are none, or they cannot be put together."""
         precision = shared_precision(precision)
         if precision not in self._masks:

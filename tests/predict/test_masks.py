@@ -75,7 +75,7 @@ class Case:
 
     @property
     def masks(self) -> Masks:
-        masks = self.predictor._masks_of(self.precision)
+        masks = self.predictor.masks(self.precision)
         assert masks is not None
         return masks
 
@@ -95,7 +95,7 @@ class Case:
         )
         # As under any mask: without a cache, of which the trace of no mask would still have one.
         blocks = self.blocks.names
-        trace = trace_step(self.predictor._subject, candidate, blocks=blocks)
+        trace = trace_step(self.predictor.subject, candidate, blocks=blocks)
         return replay(allocator_events(SizedTrace(trace, trace.sizes)))
 
 

@@ -124,8 +124,8 @@ def test_one_micro_batch_cut_out_of_two_is_the_one_traced_alone(
 ) -> None:
     """A step without accumulation needs what a trace of just that needs, to the byte."""
     predictor = StepPredictor(model, batch, gpu="A100 80GB")
-    alone = trace_step(predictor._subject, candidate(3, 1, precision))
-    cut = without_second(trace_step(predictor._subject, candidate(3, 2, precision)))
+    alone = trace_step(predictor.subject, candidate(3, 1, precision))
+    cut = without_second(trace_step(predictor.subject, candidate(3, 2, precision)))
     assert replay(allocator_events(SizedTrace(cut, cut.sizes))) == replay(
         allocator_events(SizedTrace(alone, alone.sizes))
     )
