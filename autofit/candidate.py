@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,7 +12,8 @@ from pydantic import ValidationError as PydanticValidationError
 from autofit.errors import ConfigError
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
-CheckpointingMode = Literal["none", "full", "selective"]
+CheckpointingMode = Literal["none", "full", "selective", "offload"]
+RecomputingMode = Literal["none", "full", "selective"]
 
 # How far each precision lies from float32; breaks ties, the exact one first.
 NUMERIC_CHANGE: dict[Precision, int] = {"float32": 0, "tf32": 1, "bfloat16": 2, "float16": 3}
@@ -26,49 +28,65 @@ class FrozenModel(BaseModel):
 
 
 class Checkpointing(FrozenModel):
-    """Activation checkpointing: which blocks forget their activations in forward and recompute them in backward.
+    """Activation checkpointing: which blocks keep no activations for backward on the device, and what they do instead.
 
-    Mode `full` runs a block's whole forward again; `selective` keeps what its matrix products, convolutions and
-    attention gave and runs the rest again. `blocks` are names of submodules; empty with mode `full` or `selective`
-    means: the blocks that autofit finds in the model. `selective_blocks`, with mode `full` only, are further blocks,
-    which are recomputed selectively.
+    `mode` holds for `blocks`, names of submodules. `full` runs a block's whole forward again in backward; `selective`
+    keeps what its matrix products, convolutions and attention gave and runs the rest again; `offload` recomputes
+    nothing, activations wait in host memory. No `blocks` means: all that autofit finds in the model. Blocks in other
+    modes stand beside named ones of mode `full` (`selective_blocks`) or of mode `full` or `selective`
+    (`offload_blocks`).
     """
 
     mode: CheckpointingMode = "none"
     blocks: tuple[str, ...] = ()
     selective_blocks: tuple[str, ...] = ()
+    offload_blocks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _no_blocks_without_checkpointing(self) -> Checkpointing:
+    def _each_block_in_one_mode(self) -> Checkpointing:
         if self.mode == "none" and self.blocks:
             raise ValueError(f"checkpointing mode 'none' takes no blocks, got {list(self.blocks)}")
-        if self.selective_blocks and (self.mode != "full" or not self.blocks):
-            raise ValueError(
-                f"selective_blocks={list(self.selective_blocks)} stand beside blocks of mode 'full'; without any, use "
-                "mode 'selective' and blocks"
-            )
-        twice = sorted(set(self.blocks) & set(self.selective_blocks))
+        allowed = (
+            {"full": ("selective", "offload"), "selective": ("offload",)}.get(self.mode, ()) if self.blocks else ()
+        )
+        for mode, names in (("selective", self.selective_blocks), ("offload", self.offload_blocks)):
+            if names and mode not in allowed:
+                raise ValueError(
+                    f"{mode}_blocks={list(names)} stand beside named blocks of a mode that saves more; without those, "
+                    f"use mode={mode!r} and blocks"
+                )
+        counts = Counter((*self.blocks, *self.selective_blocks, *self.offload_blocks))
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise ValueError(f"the blocks {twice} are recomputed in full or selectively, not both")
+            raise ValueError(f"the blocks {twice} are named more than once; a block has one mode")
         return self
 
     @classmethod
     def of(cls, modes: Mapping[str, CheckpointingMode]) -> Checkpointing:
-        """The checkpointing that recomputes every block in its mode; blocks of mode `none` may stand in `modes`."""
-        full = tuple(name for name, mode in modes.items() if mode == "full")
-        selective = tuple(name for name, mode in modes.items() if mode == "selective")
-        if full:
-            return cls(mode="full", blocks=full, selective_blocks=selective)
-        return cls(mode="selective", blocks=selective) if selective else cls()
+        """The checkpointing with every block in its mode; blocks of mode `none` may stand in `modes`."""
+        named: dict[CheckpointingMode, tuple[str, ...]] = {}
+        for mode in get_args(CheckpointingMode)[1:]:
+            if names := tuple(name for name, its_mode in modes.items() if its_mode == mode):
+                named[mode] = names
+        if not named:
+            return cls()
+        mode = next(iter(named))
+        others = {f"{other}_blocks": names for other, names in named.items() if other != mode}
+        return cls(mode=mode, blocks=named[mode], **others)
 
     @property
     def modes(self) -> dict[str, CheckpointingMode]:
         """The mode of each named block."""
-        return dict.fromkeys(self.blocks, self.mode) | dict.fromkeys(self.selective_blocks, "selective")
+        modes: dict[str, CheckpointingMode] = dict.fromkeys(self.blocks, self.mode)
+        modes |= dict.fromkeys(self.selective_blocks, "selective")
+        modes |= dict.fromkeys(self.offload_blocks, "offload")
+        return modes
 
     def __str__(self) -> str:
-        counted = f"{self.mode}({len(self.blocks)})" if self.blocks else self.mode
-        return f"{counted}+selective({len(self.selective_blocks)})" if self.selective_blocks else counted
+        parts = [f"{self.mode}({len(self.blocks)})" if self.blocks else self.mode]
+        parts += [f"selective({len(self.selective_blocks)})"] if self.selective_blocks else []
+        parts += [f"offload({len(self.offload_blocks)})"] if self.offload_blocks else []
+        return "+".join(parts)
 
 
 class Candidate(FrozenModel):
@@ -142,8 +160,9 @@ class SearchSpace(FrozenModel):
     micro_batch_size: Sizes = None
     accumulation_steps: Sizes = None
     precision: Annotated[tuple[Precision, ...] | None, BeforeValidator(_as_choices)] = None
-    checkpointing: Annotated[tuple[CheckpointingMode, ...] | None, BeforeValidator(_as_choices)] = None
+    checkpointing: Annotated[tuple[RecomputingMode, ...] | None, BeforeValidator(_as_choices)] = None
     checkpoint_blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_as_choices)] = None
+    offload: bool | None = None
     even_split: bool = False
 
     def __init__(self, **values: Any) -> None:

@@ -26,7 +26,7 @@ from autofit.predict import MemoryPrediction
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.step_predictor import StepPredictor
 from autofit.probe import describe_blocks
-from autofit.space import candidates, mask_modes
+from autofit.space import candidates, mask_modes, offloading
 from autofit.step.blocks import Blocks, discover_blocks
 from autofit.units import format_bytes, format_seconds
 
@@ -39,7 +39,7 @@ BLIND_SPOTS = (
     "Predicted memory does not contain what cuDNN takes inside a convolution, nor what the memory's fragments of "
     "earlier work cost.",
     "Predicted speed is a roofline of the GPU's published rates, to order candidates by: it knows nothing of the data "
-    "loader, of copies from the host, or of how well a kernel suits its shapes.",
+    "loader, or of how well a kernel suits its shapes.",
 )
 
 
@@ -110,6 +110,8 @@ class Forecaster:
             self._predictor, samples=target_batch, cap_bytes=allowance.cap_bytes, modes=mask_modes(space)
         )
         trials = outlook.trials(choices)
+        if trials[0].outcome != "predicted" and space.offload is None and blocks.names:
+            trials = outlook.trials(offloading(choices, blocks)) + trials
         plan = Plan(
             target_batch=target_batch,
             budget_bytes=allowance.budget_bytes,
@@ -166,7 +168,8 @@ class _Outlook:
             if candidate.checkpointing.mode == "none":
                 plain.add(split)
             elif self._modes and split not in plain:
-                found = self._predictor.solve(candidate, samples=self._samples, cap_bytes=self._cap, modes=self._modes)
+                modes = {*self._modes, candidate.checkpointing.mode}
+                found = self._predictor.solve(candidate, samples=self._samples, cap_bytes=self._cap, modes=modes)
                 candidate = found or candidate
             yield candidate
 
@@ -209,8 +212,9 @@ class _Outlook:
 def _lines(choices: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """The candidates of each precision and checkpointing, by micro-batch."""
 
-    def line(candidate: Candidate) -> tuple[int, bool]:
-        return NUMERIC_CHANGE[candidate.precision], candidate.checkpointing.mode != "none"
+    def line(candidate: Candidate) -> tuple[int, int]:
+        mode = candidate.checkpointing.mode
+        return NUMERIC_CHANGE[candidate.precision], ("none", mode, "offload").index(mode)
 
     for _, group in groupby(sorted(choices, key=lambda c: (line(c), c.micro_batch_size)), key=line):
         yield list(group)

@@ -53,6 +53,7 @@ class Foresight:
         if self._predictor is None or cap_bytes is None or not modes or candidate.checkpointing.mode == "none":
             return candidate
         if candidate not in self._solved:
+            modes = {*modes, candidate.checkpointing.mode}
             solve = partial(self._predictor.solve, samples=self._samples, cap_bytes=cap_bytes, modes=modes)
             found, failure = guarded(lambda: solve(candidate))
             if failure is not None:

@@ -25,8 +25,9 @@ from autofit.predict import Predictor
 from autofit.preparation import prepared
 from autofit.probe import probe
 from autofit.search import search
-from autofit.space import candidates, mask_modes
+from autofit.space import candidates, least_demanding, mask_modes, offloading
 from autofit.step.accumulation import LossOptions
+from autofit.step.blocks import Blocks
 from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
 from autofit.units import format_bytes
 
@@ -133,7 +134,6 @@ class _Tuning:
                 choices,
                 partial(self._evaluate, deadline=deadline),
                 predict=self.foresight.needed_bytes,
-                refine=partial(self.foresight.solved, cap_bytes=self.allowance.cap_bytes, modes=mask_modes(self.space)),
                 cap_bytes=self.allowance.cap_bytes,
                 max_trials=max_trials,
                 timeout=timeout,
@@ -167,10 +167,21 @@ class _Tuning:
         probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
         self.notes += probed.notes
         blocks = self.foresight.follow(probed.blocks) if self.space.checkpointing != ("none",) else probed.blocks
-        return candidates(self.space, samples=self.setup.samples, info=self.info, blocks=blocks)
+        choices = candidates(self.space, samples=self.setup.samples, info=self.info, blocks=blocks)
+        return choices + self._last_resort(choices, blocks)
+
+    def _last_resort(self, choices: list[Candidate], blocks: Blocks) -> list[Candidate]:
+        """Activations in host memory, where the smallest step should not fit otherwise."""
+        if self.space.offload is not None or self.info.device.type != "cuda" or not blocks.names:
+            return []
+        needed = self.foresight.needed_bytes(least_demanding(choices))
+        return [] if needed is None or needed <= self.allowance.cap_bytes else offloading(choices, blocks)
 
     def _evaluate(self, candidate: Candidate, *, deadline: float | None) -> Trial:
-        return self.foresight.annotate(run_trial(candidate, self.setup, deadline=deadline))
+        """One trial, with the least recomputation that fits; the search knows it by the candidate that it proposed."""
+        cap, modes = self.allowance.cap_bytes, mask_modes(self.space)
+        solved = self.foresight.solved(candidate, cap_bytes=cap, modes=modes)
+        return self.foresight.annotate(run_trial(solved, self.setup, deadline=deadline))
 
     def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
         """Trials are kept as they end, so that a lost device loses none of them."""
@@ -207,7 +218,7 @@ class _Tuning:
             raise StepError(
                 f"None of {len(self.trials)} candidates could train: {messages or 'none was tried in time'}."
             )
-        smallest = min(choices, key=lambda c: (c.micro_batch_size, c.checkpointing.mode == "none"))
+        smallest = least_demanding(choices)
         need = measure_need(smallest, self.setup, available_bytes=self.info.total_bytes)
         seen = [t.peak_reserved_bytes for t in self.trials if t.peak_reserved_bytes is not None]
         peak = need.peak_reserved_bytes if need else max(seen, default=None)

@@ -80,7 +80,7 @@ class Predictor:
         self._gpu = find_gpu(gpu) if gpu is not None else REFERENCES[self._device.type]
         self._traces = Traces(self.subject)
         self._lines: dict[tuple[_Kind, int], Line] = {}
-        self._masks: dict[Precision, Masks | None] = {}
+        self._masks: dict[tuple[Precision, bool], Masks | None] = {}
         self._selective: tuple[str, ...] = ()
 
     def predict(self, candidate: Candidate, *, samples: int | None = None) -> MemoryPrediction:
@@ -116,7 +116,7 @@ class Predictor:
         Each block is in one of `modes`, or in `none`. None when nothing was found that fits, or where the traces of the
         modes cannot be put together. Raises UntraceableError as `predict` does.
         """
-        masks = self.masks(candidate.precision)
+        masks = self.masks(candidate.precision, offload="offload" in modes)
         if masks is None:
             return None
         mask = masks.solve(candidate.split(samples), cap_bytes, self._clock(candidate), modes=modes)
@@ -130,7 +130,9 @@ class Predictor:
         modes = candidate.checkpointing.modes
         blocks = set(self._traces.blocks)
         uniform = modes.keys() == blocks and len(set(modes.values())) == 1
-        return self.masks(candidate.precision) if modes and modes.keys() <= blocks and not uniform else None
+        if not modes or not modes.keys() <= blocks or uniform:
+            return None
+        return self.masks(candidate.precision, offload="offload" in modes.values())
 
     def _sized(self, candidate: Candidate, samples: int) -> tuple[SizedTrace, tuple[str, ...]]:
         """The trace of the candidate's step, and what is to be said about it."""
@@ -152,20 +154,22 @@ class Predictor:
         trace = self._traces.step(*kind, samples).trace
         return trace if steps == 2 else without_second(trace)
 
-    def masks(self, precision: Precision) -> Masks | None:
+    def masks(self, precision: Precision, *, offload: bool = False) -> Masks | None:
         """The masks over the blocks that are followed; None where there are none, or they cannot be put together."""
-        precision = shared_precision(precision)
-        if precision not in self._masks:
-            self._masks[precision] = self._put_together(precision) if self._traces.blocks else None
-        return self._masks[precision]
+        key = shared_precision(precision), offload
+        if key not in self._masks:
+            self._masks[key] = self._put_together(*key) if self._traces.blocks else None
+        return self._masks[key]
 
-    def _put_together(self, precision: Precision) -> Masks | None:
+    def _put_together(self, precision: Precision, offload: bool) -> Masks | None:
         def traced(mode: CheckpointingMode) -> tuple[Traced, Traced]:
             checkpointing = Checkpointing.of(dict.fromkeys(self._traces.blocks, mode))
             few, many = (self._traces.step(precision, checkpointing, size, followed=True) for size in SIZES)
             return few, many
 
-        modes: tuple[CheckpointingMode, ...] = ("none", "full", *(("selective",) if self._selective else ()))
+        modes: list[CheckpointingMode] = ["none", "full"]
+        modes += ["selective"] if self._selective else []
+        modes += ["offload"] if offload else []
         try:
             return Masks({mode: traced(mode) for mode in modes}, blocks=self._traces.blocks, selective=self._selective)
         except WeaveError as error:

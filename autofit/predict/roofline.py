@@ -19,6 +19,8 @@ from autofit.timing import Round
 MATRIX_SHARE = 0.75
 # Of the vendor's bandwidth: what plain copies of large tensors reach; kernels that reduce reach less.
 BANDWIDTH_SHARE = 0.8
+# Bytes per second between a device and pinned host memory: PCIe 4.0 with 16 lanes has 31.5 GB/s before its protocol.
+HOST_BANDWIDTH = 24e9
 # An operator without work: to launch a kernel takes a few microseconds, and eager PyTorch hides them only in part.
 LAUNCH_SECONDS = 5e-6
 
@@ -43,7 +45,8 @@ def operator_seconds(operation: Operation, gpu: Gpu, *, precision: Precision) ->
     """Seconds of one operator on `gpu`; `precision` says whether float32 products may run in TF32."""
     compute = operation.operations / (_rate(operation.dtype, gpu, precision) * MATRIX_SHARE)
     memory = operation.moved_bytes / (gpu.bandwidth * BANDWIDTH_SHARE)
-    return max(compute, memory) + LAUNCH_SECONDS
+    host = operation.host_bytes / HOST_BANDWIDTH
+    return max(compute, memory, host) + LAUNCH_SECONDS
 
 
 def step_seconds(work: Work, gpu: Gpu, *, precision: Precision, accumulation_steps: int) -> float:

@@ -12,14 +12,20 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.predict.recorder import Trace
 
+_COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator: floating point operations of its matrix products, bytes read and written, dtype of its inputs."""
+    """One operator: floating point operations of its matrix products, bytes read and written, dtype of its inputs.
+
+    `host_bytes` of them go to the host or come from there.
+    """
 
     operations: float
     moved_bytes: float
     dtype: torch.dtype | None
+    host_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class WorkLog:
 
     def __call__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, cut: int) -> None:
         """Counts one operator that ran after the trace's `cut`-th cut."""
-        read = [tensor for tensor in _tensors((*args, *kwargs.values())) if self._on_device(tensor)]
+        given = list(_tensors((*args, *kwargs.values())))
+        read = [tensor for tensor in given if self._on_device(tensor)]
         written = [tensor for tensor in _tensors((out,)) if self._on_device(tensor)]
         if not _runs(operator, read, written):
             return
@@ -49,8 +56,14 @@ class WorkLog:
                 operations=0 if formula is None else formula(*args, **kwargs, out_val=out),
                 moved_bytes=sum(_bytes(tensor) for tensor in read) + sum(_bytes(tensor) for tensor in written),
                 dtype=next((tensor.dtype for tensor in read if tensor.dtype.is_floating_point), None),
+                host_bytes=self._between_host_and_device(operator, [*given, *_tensors((out,))]),
             )
         )
+
+    def _between_host_and_device(self, operator: Any, tensors: Sequence[torch.Tensor]) -> int:
+        if operator.overloadpacket not in _COPIES or len({self._on_device(tensor) for tensor in tensors}) == 1:
+            return 0
+        return min(_bytes(tensor) for tensor in tensors)
 
     def work(self, trace: Trace) -> Work:
         """The last micro-step and the last optimizer step of `trace`: what all but the first are like."""
@@ -101,7 +114,8 @@ def _along(samples: float, low: Sized, high: Sized) -> Iterator[Operation]:
     for a, b in zip(small, large, strict=True):
         operations = a.operations + (b.operations - a.operations) * share
         moved_bytes = a.moved_bytes + (b.moved_bytes - a.moved_bytes) * share
-        yield Operation(max(operations, 0), max(moved_bytes, 0), b.dtype)
+        host_bytes = a.host_bytes + (b.host_bytes - a.host_bytes) * share
+        yield Operation(max(operations, 0), max(moved_bytes, 0), b.dtype, max(host_bytes, 0))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -33,7 +33,6 @@ def search(
     *,
     cap_bytes: int | None = None,
     predict: Callable[[Candidate], int | None] | None = None,
-    refine: Callable[[Candidate], Candidate] = lambda candidate: candidate,
     max_trials: int | None = None,
     timeout: float | None = None,
     seed: int = 0,
@@ -47,7 +46,6 @@ def search(
     nor one with a larger micro-batch than another, otherwise equal, that did not fit into `cap_bytes`.
     `predict` tells the bytes that a candidate needs (None: unknown). What is predicted not to fit is not tried; the
     first such split of each line is recorded as `over_budget`, so that the trials show where memory ends.
-    `refine` tells which blocks a candidate that recomputes should recompute, just before it is tried.
     `max_trials` bounds the trials that were run in the study, those of earlier runs and other workers included
     (64 when left out); `timeout` in seconds bounds when the last one begins.
     `storage` and `study_name` name an Optuna study, which is continued if it exists and may be shared by workers.
@@ -71,7 +69,7 @@ def search(
             candidate = strategy.propose(_evidence(lines, entries, cap_bytes))
             if candidate is None:
                 break
-            _try(refine(candidate), evaluate, ledger, cap_bytes=cap_bytes, report=report)
+            _try(candidate, evaluate, ledger, cap_bytes=cap_bytes, report=report)
         for candidate, needed in fit.first_beyond(_evidence(lines, _of_space(ledger, lines), cap_bytes)):
             _try(candidate, _predicted_not_to_fit(needed), ledger, cap_bytes=cap_bytes, report=report)
         return [entry.trial for entry in _of_space(ledger, lines) if entry.trial is not None]

@@ -61,30 +61,16 @@ class Space:
         samples = _common_batch(split for group in groups.values() for split in group)
         keys = sorted(groups, key=lambda key: _promise(next(iter(groups[key].values()))))
         self._numbers = {key: number for number, key in enumerate(keys)}
-        self._masked: dict[Key, list[tuple[Key, frozenset[str]]]] = {}
-        for key, group in groups.items():
-            first = next(iter(group.values()))
-            self._masked.setdefault(_key(_plain(first)), []).append((key, frozenset(first.checkpointing.modes)))
         self.lines = tuple(_line(number, groups[key], samples) for key, number in self._numbers.items())
 
     def find(self, candidate: Candidate) -> Position | None:
-        """Where `candidate` lies, None when it is not in the space.
-
-        One that recomputes some of the blocks of a line lies there too.
-        """
-        number = self._numbers.get(self._line_key(candidate))
+        """Where `candidate` lies, None when it is not in the space."""
+        number = self._numbers.get(_key(candidate))
         if number is None:
             return None
         index = bisect_left(self.lines[number].splits, _split(candidate))
         found = index < len(self.lines[number].splits) and self.lines[number].splits[index] == _split(candidate)
         return Position(number, index) if found else None
-
-    def _line_key(self, candidate: Candidate) -> Key:
-        key, blocks = _key(candidate), candidate.checkpointing.modes.keys()
-        if key in self._numbers or not blocks:
-            return key
-        lines = self._masked.get(_key(_plain(candidate)), ())
-        return next((line for line, its_blocks in lines if blocks <= its_blocks), key)
 
     @cached_property
     def kinds(self) -> tuple[tuple[Line, ...], ...]:
@@ -97,15 +83,12 @@ class Space:
     @cached_property
     def twins(self) -> tuple[Line | None, ...]:
         """For each line that recomputes: the line that is the same without recomputation, if the space has it."""
-        numbers = [self._numbers.get(_key(_plain(line.candidates[0]))) for line in self.lines]
+        plain = [line.candidates[0].model_copy(update={"checkpointing": _NO_CHECKPOINTING}) for line in self.lines]
+        numbers = [self._numbers.get(_key(candidate)) for candidate in plain]
         return tuple(
             self.lines[number] if number is not None and number != line.number else None
             for line, number in zip(self.lines, numbers, strict=True)
         )
-
-
-def _plain(candidate: Candidate) -> Candidate:
-    return candidate.model_copy(update={"checkpointing": _NO_CHECKPOINTING})
 
 
 def _key(candidate: Candidate) -> Key:
@@ -117,9 +100,13 @@ def _split(candidate: Candidate) -> Split:
     return candidate.micro_batch_size, -candidate.accumulation_steps
 
 
-def _promise(candidate: Candidate) -> tuple[bool, int]:
-    """Sorts likely fast lines to the front: no recomputation, then tensor cores, the milder change first."""
-    return candidate.checkpointing.mode != "none", _PRECISIONS.index(candidate.precision)
+def _promise(candidate: Candidate) -> tuple[int, int]:
+    """Sorts likely fast lines to the front: no recomputation, then tensor cores, the milder change first.
+
+    Activations in host memory come last.
+    """
+    mode = candidate.checkpointing.mode
+    return ("none", mode, "offload").index(mode), _PRECISIONS.index(candidate.precision)
 
 
 def _line(number: int, group: dict[Split, Candidate], samples: int | None) -> Line:

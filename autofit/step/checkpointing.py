@@ -19,6 +19,7 @@ from autofit.errors import ConfigError
 from autofit.step.blocks import discover_blocks
 from autofit.step.chains import Slice
 from autofit.step.naming import Target, resolve
+from autofit.step.offload import offloaded
 from autofit.step.recompute import Forward, recomputed
 from autofit.step.structure import unwrapped
 
@@ -89,7 +90,7 @@ def _modes(model: nn.Module, checkpointing: Checkpointing) -> dict[str, Checkpoi
     asked = checkpointing.modes or dict.fromkeys(discover_blocks(model).names, checkpointing.mode)
     if not asked:
         raise ConfigError(
-            f"checkpointing '{checkpointing.mode}' needs blocks to recompute, and {type(model).__name__} has no part "
+            f"checkpointing '{checkpointing.mode}' needs blocks, and {type(model).__name__} has no part "
             "that holds several layers. Name submodules, Checkpointing(mode='full', blocks=(…)), or use mode 'none'."
         )
     found: dict[str, CheckpointingMode] = {}
@@ -117,7 +118,9 @@ class _Block:
 
     def around(self, forward: Forward) -> Forward:
         """`forward` as it runs in this block."""
-        if self.mode != "none":
+        if self.mode == "offload":
+            forward = offloaded(forward, modules=self.modules)
+        elif self.mode != "none":
             forward = recomputed(forward, modules=self.modules, selective=self.mode == "selective")
         if self.spans is not None and self.target.name in self.spans.names:
             forward = self.spans.around(self.target.name, forward)
