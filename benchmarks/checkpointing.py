@@ -47,7 +47,7 @@ from autofit.units import format_bytes
 CPU = torch.device("cpu")
 MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
 BUDGETS = 20
-ROUNDS = 5
+ROUNDS = 3
 
 Build = Callable[[], tuple[nn.Module, Any]]
 Row = dict[str, Any]
@@ -139,8 +139,8 @@ SOLVED: dict[str, Build] = {
 TRAINED: dict[str, tuple[Build, int]] = {
     "20 Linear layers": (stack, 4096),
     "CIFAR CNN": (cifar, 256),
-    "ResNet-50, 64 px": (partial(images, torchvision.models.resnet50, 64), 32),
-    "GPT-2, 12 layers": (partial(gpt2, 12, width=128, tokens=128), 16),
+    "ResNet-50, 64 px": (partial(images, torchvision.models.resnet50, 64), 16),
+    "GPT-2, 12 layers": (partial(gpt2, 12, width=128, tokens=64), 16),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autofit
+from autofit.predict import Predictor
 from autofit.units import format_bytes
 
 LAYERS = 20
@@ -41,6 +42,24 @@ def show(trial: autofit.Trial) -> None:
     print(f"  {trial.candidate}: {', '.join(filter(None, facts))}")
 
 
+def show_checkpointing(model: nn.Module, sample: tuple[Tensor, Tensor], batch: int, cap_bytes: int) -> None:
+    """Memory and speed of the whole batch at once in each mode, and the largest batch that fits under `cap_bytes`."""
+    predictor = Predictor(model, sample, device="cpu")
+    for mode in ("none", "full", "selective"):
+        space = autofit.SearchSpace(micro_batch_size=batch, precision="float32", checkpointing=mode)
+        best = autofit.tune(model, sample, target_batch=batch, space=space).best
+        fits, fails = 0, 2**20
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            candidate = best.candidate.model_copy(update={"micro_batch_size": middle})
+            needed = predictor.predict(candidate).fit_threshold_bytes
+            fits, fails = (middle, fails) if needed <= cap_bytes else (fits, middle)
+        print(
+            f"  {mode:<9} {format_bytes(best.peak_reserved_bytes or 0)}, {best.samples_per_second or 0:,.0f} samples/s; "
+            f"under {format_bytes(cap_bytes)} up to {fits} samples at once"
+        )
+
+
 def main() -> None:
     """Measures the plain step, tunes within a third of its memory, and trains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,6 +76,8 @@ def main() -> None:
     plain = autofit.SearchSpace(micro_batch_size=options.target_batch, precision="float32", checkpointing="none")
     before = autofit.tune(model, sample, target_batch=options.target_batch, space=plain, on_trial=show)
     peak_before = before.best.peak_reserved_bytes or 0
+    print("the whole batch at once, by what is recomputed")
+    show_checkpointing(model, sample, options.target_batch, peak_before // 2)
     outside = before.budget_bytes - before.cap_bytes  # the budget is the process's: a CUDA context counts too
 
     print("within a third of its memory")

@@ -127,3 +127,32 @@ def test_json_round_trip() -> None:
         checkpointing=Checkpointing(mode="full", blocks=("a",)),
     )
     assert Candidate.model_validate_json(candidate.model_dump_json()) == candidate
+
+
+def test_a_mask_of_modes_is_one_checkpointing():
+    """Every block in its mode, and back."""
+    modes = {"a": "full", "b": "none", "c": "selective", "d": "offload", "e": "full"}
+    mask = Checkpointing.of(modes)
+    assert mask == Checkpointing(mode="full", blocks=("a", "e"), selective_blocks=("c",), offload_blocks=("d",))
+    assert mask.modes == {name: mode for name, mode in modes.items() if mode != "none"}
+    assert str(mask) == "full(2)+selective(1)+offload(1)"
+    assert Checkpointing.of({"a": "none"}) == Checkpointing()
+    assert Checkpointing.of({"a": "offload"}) == Checkpointing(mode="offload", blocks=("a",))
+    assert Checkpointing.of({"a": "offload", "b": "selective"}).mode == "selective"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "none", "blocks": ("a",)},
+        {"mode": "full", "selective_blocks": ("a",)},
+        {"mode": "selective", "blocks": ("a",), "selective_blocks": ("b",)},
+        {"mode": "none", "offload_blocks": ("a",)},
+        {"mode": "full", "blocks": ("a",), "selective_blocks": ("a",)},
+        {"mode": "full", "blocks": ("a", "a")},
+    ],
+)
+def test_masks_that_cannot_be_meant(fields):
+    """A block has one mode, and modes stand in one order."""
+    with pytest.raises(ValueError, match=r"blocks"):
+        Checkpointing(**fields)

@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.candidate import Candidate, Checkpointing
 from autofit.errors import ConfigError, InfeasibleError
 from autofit.plan import Plan
 from autofit.predict import UntraceableError
+from autofit.predict.scratch import CUDA_CONTEXT_BYTES
+from autofit.predict.step_predictor import StepPredictor
+from autofit.step.blocks import discover_blocks
 from tests.models import ConvNet, image_batch
 
 SPACE = autofit.SearchSpace(precision=["float32", "bfloat16"], micro_batch_size=[2, 8, 16, 32])
@@ -88,6 +92,27 @@ def test_a_smaller_budget_takes_smaller_micro_batches_or_recomputes(plan: Plan) 
         assert (trial.predicted_peak_bytes or 0) > small.cap_bytes
         assert trial.message.startswith("predicted to need ")
         assert trial.samples_per_second is None
+
+
+def test_activations_wait_on_the_host_where_nothing_else_fits() -> None:
+    """Unless it is forbidden; where it is asked for it may be chosen in any case."""
+    model, batch = ConvNet(width=64), image_batch(4, 64)
+    needs = {}
+    predictor = StepPredictor(model, batch, gpu="RTX 3060")
+    predictor.follow(predictor.observed_blocks(discover_blocks(model)))
+    for mode in ("full", "offload"):
+        checkpointing = Checkpointing(mode=mode, blocks=("blocks.0", "blocks.1", "blocks.2"))
+        candidate = Candidate(micro_batch_size=64, accumulation_steps=1, checkpointing=checkpointing)
+        needs[mode] = predictor.needed_bytes(candidate, samples=64)
+    assert needs["offload"] < needs["full"]
+    options = {"target_batch": 64, "gpu": "RTX 3060"}
+    options["budget"] = CUDA_CONTEXT_BYTES + (needs["offload"] + needs["full"]) // 2
+    space = {"precision": "float32", "micro_batch_size": 64}
+    plan = autofit.forecast(model, batch, space=autofit.SearchSpace(**space), **options)
+    assert "offload" in plan.candidate.checkpointing.modes.values()
+    assert autofit.forecast(model, batch, space=autofit.SearchSpace(offload=True, **space), **options).best
+    with pytest.raises(InfeasibleError):
+        autofit.forecast(model, batch, space=autofit.SearchSpace(offload=False, **space), **options)
 
 
 def test_when_nothing_fits_the_least_need_is_named() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import autofit
-from autofit.candidate import SearchSpace
+from autofit.candidate import Checkpointing, SearchSpace
 from autofit.units import MiB
 from tests.models import ConvNet, image_batch, train
 from tests.states import FullState
@@ -73,3 +73,34 @@ def test_the_plan_trains_inside_its_peak() -> None:
     assert plan.best.peak_reserved_bytes is not None
     assert torch.cuda.max_memory_reserved() <= plan.best.peak_reserved_bytes + 20 * MiB
     assert step.oom_events == []
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_no_way_of_saving_activations_changes_a_gradient(mode: str) -> None:
+    """Nor a buffer, on the device; and each keeps fewer bytes there between forward and backward."""
+    from autofit.step.blocks import discover_blocks
+    from autofit.step.checkpointing import checkpointed
+
+    torch.manual_seed(0)
+    model = ConvNet(width=32).cuda().train()
+    inputs, targets = (tensor.cuda() for tensor in image_batch(32))
+
+    def run(checkpointing: Checkpointing) -> tuple[int, list[torch.Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        before = torch.cuda.memory_allocated()
+        with checkpointed(model, checkpointing), torch.backends.cudnn.flags(deterministic=True):
+            loss = F.cross_entropy(model(inputs), targets)
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+        results = [parameter.grad for parameter in model.parameters()] + list(model.buffers())
+        results = [result.clone() for result in results if result is not None]
+        model.load_state_dict(state)
+        return kept, results
+
+    plain_kept, plain = run(Checkpointing())
+    names = discover_blocks(model).names
+    kept, results = run(Checkpointing.of(dict.fromkeys(names, mode)))
+    assert all(torch.equal(one, other) for one, other in zip(results, plain, strict=True))
+    assert kept < plain_kept

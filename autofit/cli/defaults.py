@@ -19,10 +19,11 @@ class PrecisionName(StrEnum):
 
 
 class CheckpointingName(StrEnum):
-    """`autofit.candidate.CheckpointingMode` in the form that the option parser takes."""
+    """`autofit.candidate.RecomputingMode` in the form that the option parser takes."""
 
     NONE = "none"
     FULL = "full"
+    SELECTIVE = "selective"
 
 
 class OptimizerName(StrEnum):

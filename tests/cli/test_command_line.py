@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from autofit.candidate import CheckpointingMode, Precision, SearchSpace
+from autofit.candidate import RecomputingMode, Precision, SearchSpace
 from autofit.cli.defaults import CheckpointingName, OptimizerName, PrecisionName
 from autofit.errors import AutofitError, ConfigError, DeviceLostError, InfeasibleError, StepError
 from autofit.plan import Plan
@@ -116,7 +116,7 @@ def test_sgd_has_momentum(run: Callable[..., Any], fake: Any) -> None:
 def test_the_option_names_are_those_of_the_library() -> None:
     """The parser's own lists do not lag behind the types."""
     assert tuple(PrecisionName) == get_args(Precision)
-    assert tuple(CheckpointingName) == get_args(CheckpointingMode)
+    assert tuple(CheckpointingName) == get_args(RecomputingMode)
 
 
 @pytest.mark.parametrize(
