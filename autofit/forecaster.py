@@ -124,7 +124,8 @@ class Forecaster:
             notes=(allowance.note, *describe_blocks(blocks), *BLIND_SPOTS),
         )
         if plan.best_number is None:
-            _raise_nothing_fits(plan, allowance)
+            least = self._predictor.predict(plan.trials[0].candidate, samples=target_batch)
+            _raise_nothing_fits(plan, allowance, least)
         return plan
 
     def memory(self, plan: Plan) -> MemoryPrediction:
@@ -220,14 +221,15 @@ def _lines(choices: Sequence[Candidate]) -> Iterator[list[Candidate]]:
         yield list(group)
 
 
-def _raise_nothing_fits(plan: Plan, allowance: Budget) -> NoReturn:
+def _raise_nothing_fits(plan: Plan, allowance: Budget, least: MemoryPrediction) -> NoReturn:
     smallest = plan.trials[0]
     needed = smallest.predicted_peak_bytes or 0
     name = plan.environment.device_name
     raise InfeasibleError(
         f"Nothing is predicted to fit into {format_bytes(allowance.budget_bytes)} on a {name}. The least, "
         f"{smallest.candidate}, is predicted to need {format_bytes(needed)} and the CUDA context "
-        f"{format_bytes(allowance.outside_bytes)}. Choose a larger GPU, a smaller model, or shorter samples.",
+        f"{format_bytes(allowance.outside_bytes)}. {least.bottleneck} "
+        "Choose a larger GPU, a smaller model, or shorter samples.",
         budget_bytes=allowance.budget_bytes,
         smallest_peak_bytes=needed,
         plan=plan,

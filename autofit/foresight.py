@@ -61,6 +61,11 @@ class Foresight:
             self._solved[candidate] = found or candidate
         return self._solved[candidate]
 
+    def bottleneck(self, candidate: Candidate) -> str:
+        """What takes the candidate's memory, as predicted; empty where that is unknown."""
+        prediction = self._predict(candidate)
+        return f" Predicted: {prediction.bottleneck}" if prediction else ""
+
     def annotate(self, trial: Trial) -> Trial:
         """The trial with the reserved peak that was predicted for it."""
         prediction = self._predict(trial.candidate)

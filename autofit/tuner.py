@@ -232,7 +232,8 @@ class _Tuning:
         else:
             advice = f"The smallest candidate, {smallest}, does not fit on the device at all: use a smaller model."
         raise InfeasibleError(
-            f"Nothing fits into the budget of {budget} after {len(self.trials)} trial(s). {advice}",
+            f"Nothing fits into the budget of {budget} after {len(self.trials)} trial(s). {advice}"
+            f"{self.foresight.bottleneck(smallest)}",
             budget_bytes=self.allowance.budget_bytes,
             smallest_peak_bytes=peak,
             plan=plan,

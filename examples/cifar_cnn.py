@@ -2,8 +2,8 @@
 
     python examples/cifar_cnn.py --target-batch 256
 
-First the plain step, the whole batch at once in float32, and what recomputing saves and costs. Then half of that as the budget:
-`tune` finds the fastest way to train the same batch in it. Then some steps of training with the plan.
+First the plain step, the whole batch at once in float32, and what recomputing saves and costs. Then half of that as the
+budget: `tune` finds the fastest way to train the same batch in it. Then some steps of training with the plan.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def show_checkpointing(model: nn.Module, sample: tuple[Tensor, Tensor], batch: i
             candidate = best.candidate.model_copy(update={"micro_batch_size": middle})
             needed = predictor.predict(candidate).fit_threshold_bytes
             fits, fails = (middle, fails) if needed <= cap_bytes else (fits, middle)
+        peak, rate = format_bytes(best.peak_reserved_bytes or 0), best.samples_per_second or 0
         print(
-            f"  {mode:<9} {format_bytes(best.peak_reserved_bytes or 0)}, {best.samples_per_second or 0:,.0f} samples/s; "
-            f"under {format_bytes(cap_bytes)} up to {fits} samples at once"
+            f"  {mode:<9} {peak}, {rate:,.0f} samples/s; up to {fits} samples at once under {format_bytes(cap_bytes)}"
         )
 
 

@@ -54,9 +54,9 @@ def show_checkpointing(model: nn.Module, sample: tuple[Tensor, Tensor], batch: i
             candidate = best.candidate.model_copy(update={"micro_batch_size": middle})
             needed = predictor.predict(candidate).fit_threshold_bytes
             fits, fails = (middle, fails) if needed <= cap_bytes else (fits, middle)
+        peak, rate = format_bytes(best.peak_reserved_bytes or 0), best.samples_per_second or 0
         print(
-            f"  {mode:<9} {format_bytes(best.peak_reserved_bytes or 0)}, {best.samples_per_second or 0:,.0f} samples/s; "
-            f"under {format_bytes(cap_bytes)} up to {fits} samples at once"
+            f"  {mode:<9} {peak}, {rate:,.0f} samples/s; up to {fits} samples at once under {format_bytes(cap_bytes)}"
         )
 
 

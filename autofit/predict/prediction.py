@@ -9,8 +9,15 @@ from autofit.memory import Event, fit_threshold, replay
 from autofit.memory.config import MIN_BLOCK
 from autofit.predict.line import SizedTrace
 from autofit.predict.recorder import Phase
+from autofit.units import format_bytes
 
 TIMELINE_POINTS = 400
+_STAGES: dict[Phase, str] = {
+    "setup": "what is there before the step",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer step",
+}
 
 
 class Breakdown(FrozenModel):
@@ -58,6 +65,21 @@ class MemoryPrediction(FrozenModel):
     module: str
     timeline: tuple[TimelinePoint, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes the memory at the peak, and whether recomputing activations could help, in a sentence or two."""
+        parts = {name: nbytes for name, nbytes in self.breakdown.model_dump().items() if name != "rounding"}
+        largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
+        named = ", ".join(f"{format_bytes(parts[name])} of {name.replace('_', ' ')}" for name in largest if parts[name])
+        where = f" of {self.module}" if self.module and self.phase != "optimizer" else ""
+        text = f"The peak is in {_STAGES[self.phase]}{where}, with {named}."
+        if self.phase == "optimizer":
+            text += " Recomputing activations cannot help there"
+            temporary = parts["temporary"]
+            saves = temporary > 0.05 * self.peak_allocated_bytes
+            text += f"; a fused optimizer would save up to {format_bytes(temporary)}." if saves else "."
+        return text
 
 
 def describe(

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from autofit.candidate import RecomputingMode, Precision, SearchSpace
+from autofit.candidate import Precision, RecomputingMode, SearchSpace
 from autofit.cli.defaults import CheckpointingName, OptimizerName, PrecisionName
 from autofit.errors import AutofitError, ConfigError, DeviceLostError, InfeasibleError, StepError
 from autofit.plan import Plan

@@ -249,3 +249,15 @@ def test_devices_that_cannot_be_predicted_are_named(options: dict[str, str]) -> 
     """Only `cuda`, with or without a GPU of the catalogue, and `cpu` without one."""
     with pytest.raises(ConfigError):
         Predictor(Wide(), vector_batch(), **options)  # type: ignore[arg-type]
+
+
+def test_what_takes_the_memory_is_said():
+    """Where the peak is in the optimizer step, recomputation is no advice; elsewhere it may be."""
+    whole = Candidate(micro_batch_size=4, accumulation_steps=1)
+    heavy = predict_memory(Wide(), vector_batch(), whole, device="cpu").bottleneck
+    assert heavy.startswith("The peak is in the optimizer step, with ")
+    assert "of optimizer states" in heavy
+    assert "Recomputing activations cannot help there; a fused optimizer would save up to" in heavy
+    light = predict_memory(ConvNet(), image_batch(64), whole, device="cpu").bottleneck
+    assert "of activations" in light
+    assert "cannot help" not in light
