@@ -27,7 +27,7 @@ def optimizer_factory(
     if optimizer is None:
         return lambda: torch.optim.AdamW(trainable)
     if isinstance(optimizer, Optimizer):
-        _check(optimizer, model)
+        check_optimizer(optimizer, model)
         user_optimizer = optimizer
         return lambda: twin(user_optimizer)
     if not callable(optimizer):
@@ -36,14 +36,21 @@ def optimizer_factory(
             f"got {type(optimizer).__name__}."
         )
     make = optimizer
-    made = make(trainable)
+    try:
+        made = make(trainable)
+    except Exception as error:
+        raise ConfigError(
+            f"The optimizer callable failed on the model's {len(trainable)} trainable parameters: "
+            f"{type(error).__name__}: {error}. It is called with one argument, a list of parameters."
+        ) from error
     if not isinstance(made, Optimizer):
         raise ConfigError(f"The optimizer callable must return a torch Optimizer, got {type(made).__name__}.")
-    _check(made, model)
+    check_optimizer(made, model)
     return lambda: make(trainable)
 
 
-def _check(optimizer: Optimizer, model: nn.Module) -> None:
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raises ConfigError for one that cannot step without a closure, or that holds none of the model's parameters."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
+from autofit.loss_facts import LossFacts
 from autofit.recipe import to_python
 
 if TYPE_CHECKING:
@@ -96,12 +97,13 @@ class Plan(FrozenModel):
     schema_version: Literal[1] = SCHEMA_VERSION
     target_batch: int = Field(ge=1)
     world_size: int = Field(default=1, ge=1)
-    budget_bytes: int
-    cap_bytes: int
+    budget_bytes: int = Field(ge=0)
+    cap_bytes: int = Field(ge=0)
     best_number: int | None
     trials: tuple[Trial, ...]
     environment: Environment
     notes: tuple[str, ...] = ()
+    loss: LossFacts | None = None
 
     @model_validator(mode="after")
     def _best_is_a_trial(self) -> Plan:
@@ -110,6 +112,16 @@ class Plan(FrozenModel):
             raise ValueError("two trials have the same number")
         if self.best_number is not None and self.best_number not in numbers:
             raise ValueError(f"best_number {self.best_number} is none of the trials {numbers}")
+        return self
+
+    @model_validator(mode="after")
+    def _trials_are_what_they_say(self) -> Plan:
+        for trial in self.trials:
+            peak = trial.peak_reserved_bytes
+            if trial.feasible and peak is not None and peak > self.cap_bytes:
+                raise ValueError(f"trial {trial.number} is feasible, and its peak {peak} is above the cap")
+            if trial.number == self.best_number and trial.outcome not in ("feasible", "predicted"):
+                raise ValueError(f"best_number {trial.number} is a trial that is {trial.outcome}")
         return self
 
     @property
@@ -138,19 +150,36 @@ class Plan(FrozenModel):
         batch_dims: Any = None,
         max_grad_norm: float | None = None,
     ) -> TrainStep:
-        """The `TrainStep` that trains as the best trial did: `for batch in loader: result = step(batch)`."""
+        """The `TrainStep` that trains as the best trial did: `for batch in loader: result = step(batch)`.
+
+        `loss_fn`, `compute_loss` and `loss_weight` have to be passed again if `tune` was given them, else a ConfigError
+        says so; `batch_dims` is remembered.
+        """
         from autofit.step import TrainStep  # a door upward: data hands out the behaviour that it describes
 
+        passed = {"loss_fn": loss_fn, "compute_loss": compute_loss, "loss_weight": loss_weight}
+        self._check_callables(passed)
+        facts = self.loss or LossFacts()
         return TrainStep(
             model,
             optimizer,
             self.candidate,
             loss_fn=loss_fn,
             compute_loss=compute_loss,
-            loss_weight=loss_weight,
-            batch_dims=batch_dims,
+            loss_weight=facts.loss_weight if loss_weight is None else loss_weight,
+            batch_dims=facts.batch_dims if batch_dims is None else batch_dims,
             max_grad_norm=max_grad_norm,
         )
+
+    def _check_callables(self, passed: Mapping[str, Any]) -> None:
+        """A file cannot hold functions: what `tune` was given, training has to be given again."""
+        missing = [name for name in (self.loss.given if self.loss else ()) if passed[name] is None]
+        if missing and not (missing == ["loss_fn"] and passed["compute_loss"] is not None):
+            named = ", ".join(f"{name}=" for name in missing)
+            raise ConfigError(
+                f"This plan was tuned with {named} and train_step was not given it, so it would train on another loss. "
+                f"Pass the same {named}"
+            )
 
     def check(self, model: nn.Module, sample_batch: Any, **options: Unpack[CheckOptions]) -> PlanCheck:
         """Runs the best trial's step once more, here, under the plan's budget: does the plan still hold?
@@ -163,8 +192,12 @@ class Plan(FrozenModel):
         return check_plan(self, model, sample_batch, **options)
 
     def to_python(self) -> str:
-        """The best trial's step as plain PyTorch code that imports no autofit; the loss must be a mean over samples."""
-        return to_python(self.candidate, target_batch=self.target_batch)
+        """The best trial's step as plain PyTorch code that imports no autofit.
+
+        Its `train_step` takes the callables that `tune` was given. Raises ConfigError for batches that are lists of
+        samples.
+        """
+        return to_python(self.candidate, target_batch=self.target_batch, facts=self.loss)
 
     def to_training_arguments(self) -> dict[str, Any]:
         """Arguments of Hugging Face's `TrainingArguments`: `TrainingArguments(folder, **plan.to_training_arguments())`.
@@ -214,8 +247,14 @@ class Plan(FrozenModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote."""
-        return cls.from_json(Path(path).read_bytes())
+        """Reads a plan that `save` wrote. Raises ConfigError where there is no such file, and as `from_json` does."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"Plan.load takes the path of a file, got {path!r}.")
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"There is no plan to read at '{os.fspath(path)}': {error.strerror}.") from error
+        return cls.from_json(text)
 
 
 # Differences below this share of the step are noise even where the quartiles happen to agree.

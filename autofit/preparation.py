@@ -54,6 +54,7 @@ def prepared(
     meter = meter_for(info.device)
     make_optimizer = optimizer_factory(optimizer, model)
     with ExitStack() as undone:
+        undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
         _enter_placed(undone, model, info, meter)
         user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
         snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device))
@@ -100,5 +101,4 @@ def _training(model: nn.Module) -> Iterator[None]:
     """
     if not model.training:
         model.train()
-    with torch.enable_grad():
-        yield
+    yield

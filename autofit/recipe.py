@@ -5,179 +5,220 @@ from __future__ import annotations
 import re
 
 from autofit.candidate import Candidate
+from autofit.errors import ConfigError
+from autofit.kept_operators import KEPT_OPERATORS
+from autofit.loss_facts import LossFacts
+from autofit.recipe_parts import (
+    LIGHT_SPLIT,
+    OFFLOADED,
+    RECOMPUTE_BLOCKS,
+    RECOMPUTED,
+    SELECTIVELY_RECOMPUTED,
+    SIZES,
+    SPLIT_BY_PATH,
+    TO_DEVICE,
+)
 
 _SLICE = re.compile(r"^(?P<parent>[^\[\]]*)\[(?P<start>\d+):(?P<stop>\d+)\]$")
 
 
-def to_python(candidate: Candidate, *, target_batch: int) -> str:
-    """Code of a module with `train_step(model, optimizer, batch, loss_fn)`, and `recompute_blocks(model)` if any are.
+def to_python(candidate: Candidate, *, target_batch: int, facts: LossFacts | None = None) -> str:
+    """Code of a module with `train_step(model, optimizer, batch, …)`, and `recompute_blocks(model)` if any are.
 
-    Micro-batches weigh by their samples, as a loss that is a mean over samples needs it.
+    `facts` says how batches are cut and weighted; what was passed to `tune` as a callable, the code takes as an
+    argument. Raises ConfigError when the batch is a list of samples, which the code does not cut.
     """
-    recomputing = candidate.checkpointing.mode != "none"
+    facts = facts or LossFacts()
     parts = [
-        _head(candidate, target_batch),
-        _SPLIT,
-        _recompute(candidate) if recomputing else "",
-        _step(candidate),
+        _head(candidate, target_batch, facts),
+        _split(facts),
+        SIZES,
+        _loss(facts),
+        _weight(facts),
+        TO_DEVICE,
+        _recompute(candidate),
+        _step(candidate, facts),
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _head(candidate: Candidate, target_batch: int) -> str:
-    recomputing = candidate.checkpointing.mode != "none"
-    tools = (
-        "from contextlib import contextmanager, nullcontext\nfrom functools import partial\n\n" if recomputing else ""
-    )
-    use = "from torch.utils.checkpoint import checkpoint\n" if recomputing else ""
-    first = "Call recompute_blocks(model) once, then train_step" if recomputing else "Call train_step"
+def _head(candidate: Candidate, target_batch: int, facts: LossFacts) -> str:
+    modes = set(candidate.checkpointing.modes.values())
+    tools = []
+    if modes & {"full", "selective"}:
+        tools.append("from contextlib import contextmanager, nullcontext")
+    if modes:
+        tools.append("from functools import partial")
+    checkpoints = [
+        *(["CheckpointPolicy"] if "selective" in modes else []),
+        *(["checkpoint"] if modes & {"full", "selective"} else []),
+        *(["create_selective_checkpoint_contexts"] if "selective" in modes else []),
+    ]
+    imports = "\n".join(tools) + "\n\n" * bool(tools) + "import torch\n"
+    if checkpoints:
+        imports += f"from torch.utils.checkpoint import {', '.join(checkpoints)}\n"
+    first = "Call recompute_blocks(model) once, then train_step" if modes else "Call train_step"
     return f'''"""{target_batch} samples per optimizer step: {candidate}.
 
-{first} for every batch. The loss must be a mean over samples.
+{first} for every batch. {_about_weights(facts)}
 """
 
-{tools}import torch
-{use}
+{imports}
 MICRO_BATCH_SIZE = {candidate.micro_batch_size}
 ACCUMULATION_STEPS = {candidate.accumulation_steps}
 '''
 
 
-_SPLIT = '''
-def split(batch, sizes):
-    """A tensor, or a tuple, list or dict of them, as consecutive parts of so many samples each."""
-    if isinstance(batch, torch.Tensor):
-        return torch.split(batch, sizes)
-    if hasattr(batch, "items"):
-        parts = {key: split(value, sizes) for key, value in batch.items()}
-        return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
-    parts = [split(value, sizes) for value in batch]
-    return [tuple(part[i] for part in parts) for i in range(len(sizes))]
+def _about_weights(facts: LossFacts) -> str:
+    return {
+        "samples": "The loss must be a mean over samples.",
+        "sum": "The loss must be a sum over samples.",
+        "targets": f"The loss must be a mean over the targets that are not {facts.ignore_index}.",
+        "own": "The loss must be a mean over what loss_weight(batch) counts.",
+    }[facts.weighting]
 
 
-def sizes_of(samples):
-    """Micro-batches of one batch: as even as possible, none above MICRO_BATCH_SIZE."""
-    count = ACCUMULATION_STEPS
-    if count > samples or -(-samples // count) != MICRO_BATCH_SIZE:
-        count = -(-samples // MICRO_BATCH_SIZE)
-    small, larger = divmod(samples, count)
-    return [small + 1] * larger + [small] * (count - larger)
+def _split(facts: LossFacts) -> str:
+    splits = facts.splits
+    if any(split == "list" for split in splits.values()):
+        raise ConfigError(
+            "to_python() cannot write code for a batch that is cut as a list of samples (batch_dims='list'). Collate "
+            "samples into tensors, or train with plan.train_step."
+        )
+    if all(split == 0 for split in splits.values()):
+        return LIGHT_SPLIT
+    return SPLIT_BY_PATH.format(dims=splits)
 
 
+def _loss(facts: LossFacts) -> str:
+    if "compute_loss" in facts.given:
+        return ""
+    if "loss_fn" in facts.given:
+        return '''
+def loss_of(model, batch, loss_fn):
+    """(inputs..., target) or a dict with the target under one of its usual names: loss_fn(output, target)."""
+    if isinstance(batch, dict):
+        key = next(key for key in ("labels", "label", "targets", "target", "y") if key in batch)
+        return loss_fn(model(**{name: value for name, value in batch.items() if name != key}), batch[key])
+    *inputs, target = batch
+    return loss_fn(model(*inputs), target)
+'''
+    return '''
 def loss_of(model, batch, loss_fn):
     """(inputs..., target) goes through loss_fn; a dict goes to the model, whose output has the loss."""
     if isinstance(batch, dict):
         return model(**batch).loss
     *inputs, target = batch
     return loss_fn(model(*inputs), target)
-
-
-def to(batch, device):
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to(value, device) for key, value in batch.items()}
-    return tuple(to(value, device) for value in batch)
 '''
 
-_RECOMPUTE = '''
-BLOCKS = {blocks}
-RUNS = {runs}  # of layers of a Sequential: from, up to
 
-
-@contextmanager
-def own_buffers(modules):
-    """Recomputing must not update BatchNorm's running statistics a second time."""
-    kept = [(m, name, b) for top in modules for m in top.modules() for name, b in m._buffers.items() if b is not None]
-    for module, name, buffer in kept:
-        module._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
-
-
-def recomputed(forward, modules):
-    contexts = lambda: (nullcontext(), own_buffers(modules))
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-
-
-def in_turn(steps, x):
-    for step in steps:
-        x = step(x)
-    return x
-
-
-def recompute_blocks(model):
-    """From now on these blocks forget their activations in forward and recompute them in backward."""
-    for name in BLOCKS:
-        block = model.get_submodule(name)
-        block.forward = recomputed(block.forward, [block])
-    for name, runs in RUNS.items():
-        sequential, steps, position = model.get_submodule(name), [], 0
-        layers = list(sequential)
-        for start, stop in runs:
-            steps += layers[position:start]
-            steps.append(recomputed(partial(in_turn, layers[start:stop]), layers[start:stop]))
-            position = stop
-        sequential.forward = partial(in_turn, steps + layers[position:])
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False  # a cache would be filled a second time
+def _weight(facts: LossFacts) -> str:
+    if facts.weighting != "targets":
+        return ""
+    shifted = "\n    target = target[..., 1:]  # the first position is not predicted" if facts.shifted else ""
+    weighted = facts.class_weights
+    counted = "loss_fn.weight[target.where(counted, 0)].mul(counted).sum()" if weighted else "counted.sum()"
+    what = "class weights of the targets" if weighted else "targets"
+    return f'''
+def weight_of(batch, loss_fn):
+    """What the loss is a mean over: {what} that are not {facts.ignore_index}."""
+    target = batch["labels"] if isinstance(batch, dict) else batch[-1]{shifted}
+    counted = target != {facts.ignore_index}
+    return float({counted})
 '''
 
 
 def _recompute(candidate: Candidate) -> str:
-    blocks: list[str] = []
-    runs: dict[str, list[tuple[int, int]]] = {}
-    for name in candidate.checkpointing.blocks:
+    modes = candidate.checkpointing.modes
+    if not modes:
+        return ""
+    blocks: dict[str, str] = {}
+    runs: dict[str, list[tuple[int, int, str]]] = {}
+    for name, mode in modes.items():
         match = _SLICE.match(name)
         if match:
-            runs.setdefault(match["parent"], []).append((int(match["start"]), int(match["stop"])))
+            runs.setdefault(match["parent"], []).append((int(match["start"]), int(match["stop"]), mode))
         else:
-            blocks.append(name)
-    return _RECOMPUTE.format(blocks=blocks, runs=runs)
+            blocks[name] = mode
+    for cuts in runs.values():
+        cuts.sort()
+    used = set(modes.values())
+    parts = [RECOMPUTED if used & {"full", "selective"} else ""]
+    parts += [SELECTIVELY_RECOMPUTED.format(kept=KEPT_OPERATORS)] if "selective" in used else []
+    parts += [OFFLOADED] if "offload" in used else []
+    ways = {"full": "recomputed", "selective": "selectively_recomputed", "offload": "offloaded"}
+    table = ", ".join(f'"{mode}": {way}' for mode, way in ways.items() if mode in used)
+    parts.append(RECOMPUTE_BLOCKS.format(blocks=blocks, runs=runs, ways="{" + table + "}"))
+    return "\n\n\n".join(part.strip("\n") for part in parts if part)
 
 
-def _step(candidate: Candidate) -> str:
+def _step(candidate: Candidate, facts: LossFacts) -> str:
     precision = candidate.precision
-    setup, forward, scaled, stepped = "", "", "loss.backward()", "optimizer.step()"
-    indent = ""
+    setup, forward, indent = "", "", ""
+    scaled, stepped, begin = "loss.backward()", "optimizer.step()", ""
     if precision in ("bfloat16", "float16"):
         forward = f"        with torch.autocast(device.type, dtype=torch.{precision}):\n"
         indent = "    "
-    if precision == "float16":
-        setup = "\n\nscaler = None\n"
-        scaled, stepped = "scaler.scale(loss).backward()", "scaler.step(optimizer)\n    scaler.update()"
     else:
         mode = "tf32" if precision == "tf32" else "ieee"
-        if not indent:
-            setup = (
-                f'\n\ntorch.backends.cuda.matmul.fp32_precision = "{mode}"\n'
-                f'torch.backends.cudnn.conv.fp32_precision = "{mode}"\n'
-                f'torch.backends.cudnn.rnn.fp32_precision = "{mode}"\n'
-            )
-    begin = (
-        "    global scaler\n    scaler = scaler or torch.amp.GradScaler(device.type)\n"
-        if precision == "float16"
-        else ""
-    )
-    return f'''{setup}
-def train_step(model, optimizer, batch, loss_fn=torch.nn.functional.cross_entropy):
+        setup = (
+            f'torch.backends.cuda.matmul.fp32_precision = "{mode}"\n'
+            f'torch.backends.cudnn.conv.fp32_precision = "{mode}"\n'
+            f'torch.backends.cudnn.rnn.fp32_precision = "{mode}"\n\n\n'
+        )
+    if precision == "float16":
+        setup = "scaler = None\n\n\n"
+        scaled, stepped = "scaler.scale(loss).backward()", "scaler.step(optimizer)\n    scaler.update()"
+        begin = "    global scaler\n    scaler = scaler or torch.amp.GradScaler(device.type)\n"
+    arguments, loss = _arguments(facts), _called(facts)
+    weights, skipping, factor = _factors(facts)
+    return f'''{setup}def train_step(model, optimizer, batch{arguments}):
     """One optimizer step; returns the loss of the whole batch."""
     device = next(model.parameters()).device
-{begin}    first = next(iter(batch.values())) if hasattr(batch, "items") else batch[0]
-    sizes = sizes_of(len(first))
-    optimizer.zero_grad(set_to_none=True)
+{begin}    samples = samples_of(batch)
+    sizes = sizes_of(samples)
+    parts = split(batch, sizes)
+{weights}    optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for part, size in zip(split(batch, sizes), sizes):
-        part = to(part, device)
-{forward}        {indent}loss = loss_of(model, part, loss_fn)
-        loss = loss * (size / len(first))
+    for part, weight in zip(parts, weights):
+{skipping}        part = to(part, device)
+{forward}        {indent}loss = {loss}
+        loss = loss * {factor}
         {scaled}
         total = total + loss.detach()
     {stepped}
     optimizer.zero_grad(set_to_none=True)
     return total
 '''
+
+
+def _arguments(facts: LossFacts) -> str:
+    if "compute_loss" in facts.given:
+        loss = ", compute_loss"
+    elif "loss_fn" in facts.given:
+        loss = ", loss_fn"
+    elif facts.default_loss == "cross_entropy" and facts.ignore_index != -100:
+        ignoring = f"torch.nn.CrossEntropyLoss(ignore_index={facts.ignore_index})"
+        loss = f", loss_fn={ignoring}"
+    else:
+        loss = f", loss_fn=torch.nn.functional.{facts.default_loss or 'cross_entropy'}"
+    if facts.weighting == "own":
+        return f", {loss[2:]}, loss_weight" if "=" not in loss else f", loss_weight{loss}"
+    return loss
+
+
+def _called(facts: LossFacts) -> str:
+    return "compute_loss(model, part)" if "compute_loss" in facts.given else "loss_of(model, part, loss_fn)"
+
+
+def _factors(facts: LossFacts) -> tuple[str, str, str]:
+    """Code of the weights of the parts, of skipping those without any, and of a loss's factor."""
+    if facts.weighting == "samples":
+        return "    weights = sizes\n", "", "(weight / samples)"
+    if facts.weighting == "sum":
+        return "    weights = [1.0] * len(parts)\n", "", "weight"
+    weight = "loss_weight(part)" if facts.weighting == "own" else "weight_of(part, loss_fn)"
+    weights = f"    weights = [float({weight}) for part in parts]\n    counted = sum(weights)\n"
+    skipping = "        if not weight:\n            continue  # every target is ignored: its mean is undefined\n"
+    return weights, skipping, "(weight / counted)"

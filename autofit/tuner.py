@@ -20,6 +20,7 @@ from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.foresight import Foresight
+from autofit.loss import loss_facts
 from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
 from autofit.preparation import prepared
@@ -254,4 +255,5 @@ class _Tuning:
                 seed=self.seed,
             ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),
+            loss=loss_facts(self.setup.sample_batch, self.setup.layout, self.setup.model, **self.setup.loss_options),
         )

@@ -16,8 +16,11 @@ PACKAGE = Path(__file__).parents[1] / "autofit"
 LAYERS = {
     "_version": 0,
     "errors": 0,
+    "kept_operators": 0,
     "units": 0.5,
     "candidate": 1,
+    "loss_facts": 1.2,
+    "recipe_parts": 1.2,
     "recipe": 1.5,
     "plan": 2,
     "device": 3,
@@ -26,6 +29,7 @@ LAYERS = {
     "gpus": 3,
     "batch": 4,
     "loss": 4.5,
+    "optimizers": 4.5,
     "interrupts": 4,
     "oom": 5,
     "timing": 5,
@@ -36,7 +40,6 @@ LAYERS = {
     "step": 6,
     "snapshot": 6,
     "placement": 6.5,  # moves what a snapshot describes
-    "optimizers": 6.5,
     "predict": 7,
     "verdict": 7.5,  # what a trial says of itself
     "trial": 8,

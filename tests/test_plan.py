@@ -155,3 +155,28 @@ def test_nan_is_refused() -> None:
     """What was not measured is None, never NaN."""
     with pytest.raises(ValidationError):
         Seconds(median=float("nan"), iqr=0.0, samples=(1.0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"cap_bytes": -1}, "cap_bytes"),
+        ({"budget_bytes": -1}, "budget_bytes"),
+        ({"cap_bytes": 99}, "above the cap"),
+        ({"best_number": 1}, "out_of_memory"),
+    ],
+)
+def test_what_cannot_be_is_not_read(change: dict[str, Any], complaint: str) -> None:
+    """A plan that contradicts itself is none."""
+    text = plan(trial(0, 10.0), trial(1, outcome="out_of_memory"), best=0).to_json()
+    assert Plan.from_json(text).best_number == 0
+    with pytest.raises(ConfigError, match=complaint):
+        Plan.from_json(json.dumps(json.loads(text) | change))
+
+
+@pytest.mark.parametrize("path", [5, None, "", "/", "no/such/plan.json"])
+def test_what_is_no_file(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was passed stands in the error."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"takes the path of a file|no plan to read at"):
+        Plan.load(path)

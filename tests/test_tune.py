@@ -323,3 +323,36 @@ def test_notes_say_what_was_assumed() -> None:
     assert "no VRAM" in text
     assert "dim 0" in text
     assert "recomputed" in text
+
+
+def test_gradients_may_be_off_where_it_is_called() -> None:
+    """It trains all the same, and the mode is the caller's again; under inference_mode nothing can train."""
+    arguments: dict[str, Any] = {"target_batch": 8, "device": "cpu", "max_trials": 1}
+    model = Wide()
+    with torch.no_grad():
+        assert autofit.tune(model, vector_batch(), **arguments).best.feasible
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        autofit.tune(model, vector_batch(), **arguments)
+    with torch.inference_mode():
+        model = Wide()
+    with pytest.raises(ConfigError, match="inference_mode"):
+        autofit.tune(model, vector_batch(), **arguments)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_cannot_be_tuned() -> None:
+    """TorchScript, and parameters without a shape: refused by name, with what to do."""
+    arguments: dict[str, Any] = {"target_batch": 8, "device": "cpu"}
+    with pytest.raises(ConfigError, match="TorchScript"):
+        autofit.tune(torch.jit.script(Wide()), vector_batch(), **arguments)
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with pytest.raises(ConfigError, match=r"0\.weight.*Run one forward"):
+        autofit.tune(lazy, vector_batch(), **arguments)
+
+
+def test_an_optimizer_callable_that_fails() -> None:
+    """What it raised is the cause."""
+    with pytest.raises(ConfigError, match="optimizer callable failed") as caught:
+        autofit.tune(Wide(), vector_batch(), target_batch=8, optimizer=lambda params: 1 / 0, device="cpu")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

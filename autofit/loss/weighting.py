@@ -53,6 +53,20 @@ class Weighting:
                 raise ConfigError(f"loss_weight gave {weight!r}. Allowed: finite numbers that are not negative.")
         return weights
 
+    def facts(self) -> dict[str, Any]:
+        """The weighting as fields of `LossFacts`."""
+        if self.kind != "weight":
+            return {"weighting": self.kind}
+        counted = self.weigh
+        if not isinstance(counted, CountTargets):
+            return {"weighting": "own"}
+        return {
+            "weighting": "targets",
+            "ignore_index": counted.ignore_index,
+            "shifted": counted.shifted,
+            "class_weights": counted.class_weights is not None,
+        }
+
     def describe(self) -> str:
         """One sentence for people: the weighting and why."""
         how = {

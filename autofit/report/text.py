@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autofit.candidate import Candidate, Precision, balanced
+from autofit.candidate import Candidate, CheckpointingMode, Precision, balanced
 from autofit.plan import Plan, Trial
 from autofit.units import format_bytes, format_seconds
 
@@ -202,11 +202,20 @@ def _sizes(candidate: Candidate, samples: int) -> str:
 
 
 def _checkpointing(candidate: Candidate) -> str:
-    if candidate.checkpointing.mode == "none":
+    checkpointing = candidate.checkpointing
+    if checkpointing.mode == "none":
         return "without activation checkpointing"
-    blocks = len(candidate.checkpointing.blocks)
-    what = {0: "of every block", 1: "of 1 block"}.get(blocks, f"of {blocks} blocks")
-    return f"with activation checkpointing {what}"
+    modes = list(checkpointing.modes.values())
+    counts = {mode: modes.count(mode) for mode in dict.fromkeys(modes)} or {checkpointing.mode: 0}
+    parts = [f"{_MODES[mode]}{_blocks(count)}" for mode, count in counts.items()]
+    return f"with activation checkpointing {', '.join(parts)}"
+
+
+_MODES: dict[CheckpointingMode, str] = {"none": "", "full": "", "selective": "selective ", "offload": "to the host "}
+
+
+def _blocks(count: int) -> str:
+    return {0: "of every block", 1: "of 1 block"}.get(count, f"of {count} blocks")
 
 
 def _peak(trial: Trial) -> str:

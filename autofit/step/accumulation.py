@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -74,8 +75,10 @@ class Accumulation:
         device: torch.device | None = None,
         backward: Backward = run_engine,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be positive, got {max_grad_norm!r}. Leave it out not to clip.")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
+            raise ConfigError(
+                f"max_grad_norm must be a positive number, got {max_grad_norm!r}. Leave it out not to clip."
+            )
         self.model = model
         self.optimizer = optimizer
         self.candidate = candidate
@@ -104,9 +107,21 @@ class Accumulation:
             sizes = self.candidate.split(samples)
         else:
             sizes = balanced(samples, -(-samples // at_most))
+        if sizes[-1] == 1 < samples and self._needs_two(remainder=sizes[0] > 1):
+            sizes = balanced(samples, samples // 2)
         batches = list(layout.split(batch, sizes))
         coefficients = weighting.coefficients(batches, sizes)
         return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
+
+    def _needs_two(self, *, remainder: bool) -> bool:
+        """Whether no micro-batch may have one sample, of which there is no variance.
+
+        Where only a remainder would, under any BatchNorm; where all would, only under that of vectors, since of images
+        the pixels have a variance.
+        """
+        kind = nn.modules.batchnorm._BatchNorm if remainder else nn.BatchNorm1d
+        chosen = not remainder and self.candidate.micro_batch_size == 1
+        return not chosen and any(isinstance(module, kind) and module.training for module in self.model.modules())
 
     def _read(self, batch: Any) -> tuple[BatchLayout, Weighting]:
         if self._layout is None or self._weighting is None or not self._layout.matches(batch):

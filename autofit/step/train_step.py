@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.candidate import Candidate
-from autofit.errors import InfeasibleError
+from autofit.errors import InfeasibleError, StepError
 from autofit.oom import Failure, classify, headline, release_frames
+from autofit.optimizers import check_optimizer
 from autofit.step.accumulation import Accumulation, Part, StepOptions
 from autofit.step.survival import (
     ATTEMPTS_AT_ONE,
@@ -57,6 +58,7 @@ class TrainStep(Accumulation):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, candidate: Candidate, **options: Unpack[StepOptions]
     ) -> None:
+        check_optimizer(optimizer, model)
         super().__init__(model, optimizer, candidate, **options)
         self.oom_events: list[OomEvent] = []
         self._sizes = MicroBatchSizes(self.candidate.micro_batch_size)
@@ -100,7 +102,7 @@ class TrainStep(Accumulation):
     ) -> StepResult:
         """Runs the batch in micro-batches that become smaller until it passes."""
         kind = kind_of(batch)
-        attempts_left = ATTEMPTS_AT_ONE
+        attempts_left, ran_out = ATTEMPTS_AT_ONE, ""
         while True:
             parts = self.split(batch, at_most=sizes.of(kind))
             size = max(part.samples for part in parts)
@@ -109,6 +111,9 @@ class TrainStep(Accumulation):
             except Exception as error:
                 failure = Failure(classify(error), headline(error), error)
                 if failure.kind != "memory" and (failure.kind != "maybe_memory" or size == 1):
+                    if ran_out:
+                        undo()
+                        raise self._failed_smaller(ran_out, size, failure) from error
                     raise
                 release_frames(error)
             else:
@@ -116,15 +121,24 @@ class TrainStep(Accumulation):
                 return result
             undo()  # not inside `except`, which would keep the frames of the failed step alive
             release_memory(self._device)
-            attempts_left -= size == 1
+            attempts_left -= size == 1 or size == max(part.samples for part in self.split(batch, at_most=1))
             if not attempts_left:
-                self._give_up(failure)
+                self._give_up(failure, size)
+            ran_out = failure.message if failure.kind == "memory" else ran_out
             self._note(failure, size=size, smaller=sizes.ran_out(kind, size=size))
             del failure
 
-    def _give_up(self, failure: Failure) -> NoReturn:
+    def _failed_smaller(self, ran_out: str, size: int, failure: Failure) -> StepError:
+        return StepError(
+            f"Memory ran out in step {self._steps} ({ran_out.rstrip('.')}), and when it was run again in micro-batches "
+            f"of {size} it failed otherwise: {failure.message}",
+            phase=self.phase,
+        )
+
+    def _give_up(self, failure: Failure, size: int) -> NoReturn:
+        samples = "one sample" if size == 1 else f"{size} samples, of which BatchNorm needs two at least"
         raise InfeasibleError(
-            f"Memory ran out in {self.phase} of step {self._steps} with a micro-batch of one sample, {ATTEMPTS_AT_ONE} "
+            f"Memory ran out in {self.phase} of step {self._steps} with a micro-batch of {samples}, {ATTEMPTS_AT_ONE} "
             f"times in a row: {failure.message.rstrip('.')}. Shorten or shrink the samples, use checkpointing "
             "or a lower precision, or a larger device."
         ) from failure.error

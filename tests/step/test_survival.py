@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autofit.candidate import Candidate
-from autofit.errors import InfeasibleError, StepError
+from autofit.errors import ConfigError, InfeasibleError, StepError
 from autofit.memory import meter_for
 from autofit.step import TrainStep
 from autofit.step import survival as module
@@ -228,3 +228,76 @@ def test_evaluation_survives_on_its_own() -> None:
     assert before.differences(model, optimizer) == []
     assert step(batch).micro_batches == (8,)
     assert seen == [8, 4, 2, 2, 2, 2]
+
+
+class Pooled(nn.Module):
+    """BatchNorm over vectors: one sample has no variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def pooled(micro: int, samples: int) -> tuple[Pooled, Trouble, TrainStep, Any]:
+    torch.manual_seed(0)
+    model = Pooled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    candidate = Candidate(micro_batch_size=micro, accumulation_steps=-(-samples // micro))
+    step = TrainStep(model, optimizer, candidate, loss_fn=F.cross_entropy)
+    trouble = Trouble(model, optimizer)
+    return model, trouble, step, (torch.randn(samples, 3, 2, 2), torch.randint(0, 10, (samples,)))
+
+
+def test_batch_norm_never_gets_one_sample() -> None:
+    """Not in the last batch of an epoch, and not when smaller micro-batches are tried."""
+    _, trouble, step, batch = pooled(micro=2, samples=8)
+    assert step(tuple(part[:5] for part in batch)).micro_batches == (3, 2)
+    trouble.planned["forward"] = [trouble.calls["forward"] + 1]
+    assert step(batch).micro_batches == (2, 2, 2, 2)
+    assert step.oom_events
+
+
+def test_when_batch_norm_leaves_nothing_smaller_memory_is_named() -> None:
+    """Buffers are those of the start, and the error says what ran out."""
+    model, trouble, step, batch = pooled(micro=2, samples=4)
+    before = weights(model)
+    trouble.planned["forward"] = list(range(1, 100))
+    with pytest.raises(InfeasibleError, match=r"ran out in forward .* 2 samples, of which BatchNorm needs two"):
+        step(batch)
+    assert torch.equal(weights(model), before)
+
+
+def test_what_fails_only_in_smaller_micro_batches_does_not_hide_that_memory_ran_out() -> None:
+    """The error names both, and everything is as at the start."""
+
+    class Four(Pooled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) < 4:
+                raise ValueError("four at least")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Four()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, Candidate(micro_batch_size=4, accumulation_steps=1), loss_fn=F.cross_entropy)
+    Trouble(model, optimizer).planned["backward"] = [1]
+    before = weights(model)
+    with pytest.raises(StepError, match=r"planned in backward.*micro-batches of 2.*four at least") as caught:
+        step((torch.randn(4, 3, 2, 2), torch.randint(0, 10, (4,))))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert torch.equal(weights(model), before)
+
+
+def test_an_optimizer_that_cannot_train_the_model_is_refused() -> None:
+    """As tune() refuses it: one of another model, and one that needs a closure."""
+    whole = Candidate(micro_batch_size=4, accumulation_steps=1)
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        TrainStep(Pooled(), torch.optim.SGD(Pooled().parameters()), whole)
+    model = Pooled()
+    with pytest.raises(ConfigError, match="needs a closure"):
+        TrainStep(model, torch.optim.LBFGS(model.parameters()), whole)
+    with pytest.raises(ConfigError, match="max_grad_norm must be a positive number, got 'x'"):
+        TrainStep(model, torch.optim.SGD(model.parameters()), whole, max_grad_norm="x")
