@@ -21,7 +21,6 @@ from autofit.step.survival import (
     OomEvent,
     OptimizerStart,
     StepStart,
-    kind_of,
     release_memory,
 )
 
@@ -74,7 +73,9 @@ class TrainStep(Accumulation):
         """
         self._steps += 1
         self._start.mark()
-        return self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+        result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+        self._start.passed()
+        return result
 
     def evaluate(self, batch: Any) -> StepResult:
         """The loss of `batch` in evaluation mode, without gradients, in micro-batches; modes are put back.
@@ -99,10 +100,9 @@ class TrainStep(Accumulation):
         undo: Callable[[], None],
     ) -> StepResult:
         """Runs the batch in micro-batches that become smaller until it passes."""
-        kind = kind_of(batch)
         attempts_left = ATTEMPTS_AT_ONE
         while True:
-            parts = self.split(batch, at_most=sizes.of(kind))
+            parts = self.split(batch, at_most=sizes.of(batch))
             size = max(part.samples for part in parts)
             try:
                 result = run(parts)
@@ -112,14 +112,14 @@ class TrainStep(Accumulation):
                     raise
                 release_frames(error)
             else:
-                sizes.passed(kind)
+                sizes.passed(batch)
                 return result
             undo()  # not inside `except`, which would keep the frames of the failed step alive
             release_memory(self._device)
             attempts_left -= size == 1
             if not attempts_left:
                 self._give_up(failure)
-            self._note(failure, size=size, smaller=sizes.ran_out(kind, size=size))
+            self._note(failure, size=size, smaller=sizes.ran_out(batch, size=size))
             del failure
 
     def _give_up(self, failure: Failure) -> NoReturn:
@@ -144,7 +144,7 @@ class TrainStep(Accumulation):
 
     def _train(self, parts: list[Part]) -> StepResult:
         with self.activated():
-            self.zero_grad()
+            self._drop_foreign_gradients()
             try:
                 loss = self.micro_step(parts[0])
                 for part in parts[1:]:
@@ -154,6 +154,11 @@ class TrainStep(Accumulation):
             finally:  # also the partial gradients of a step that failed
                 self.zero_grad()
         return StepResult(loss, grad_norm, tuple(part.samples for part in parts))
+
+    def _drop_foreign_gradients(self) -> None:
+        """Gradients that something else left; after a step of this class there are none."""
+        if any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"]):
+            self.zero_grad()
 
     def _evaluate(self, parts: list[Part]) -> StepResult:
         with self.activated():
