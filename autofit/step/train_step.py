@@ -23,6 +23,7 @@ from autofit.step.survival import (
     StepStart,
     release_memory,
 )
+from autofit.step.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class TrainStep(Accumulation):
     The batch is split into the candidate's micro-batches, moved to the model's device one at a time, and weighted so
     that the accumulated gradient is the full batch's gradient. Precision and checkpointing are in force during the call
     and undone when it returns or raises. Between calls the parameters hold no gradients. `oom_events` lists each time
-    that a step ran out of memory and was run again.
+    that a step ran out of memory and was run again; `watch` says what goes wrong slowly.
 
     `loss_fn`, `compute_loss`, `loss_weight` and `batch_dims` as in `autofit.tune`. `max_grad_norm` clips the
     accumulated gradient, once per step. `device` is where micro-batches go; by default where the model lies. `backward`
@@ -62,6 +63,7 @@ class TrainStep(Accumulation):
         self._evaluation_sizes = MicroBatchSizes(self.candidate.micro_batch_size)
         self._start = StepStart(self.model, self._device)
         self._optimizer_start = OptimizerStart(self.optimizer)
+        self.watch = Watch(self._device)
         self._steps = 0
 
     def __call__(self, batch: Any) -> StepResult:
@@ -72,9 +74,13 @@ class TrainStep(Accumulation):
         optimizer ran out after it had changed values. Any other error of the model or the loss comes out as it is.
         """
         self._steps += 1
-        self._start.mark()
-        result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
-        self._start.passed()
+        self.watch.begin()
+        try:
+            self._start.mark()
+            result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+            self._start.passed()
+        finally:
+            self.watch.end()
         return result
 
     def evaluate(self, batch: Any) -> StepResult:
@@ -82,6 +88,7 @@ class TrainStep(Accumulation):
 
         When memory runs out, smaller micro-batches are tried, apart from those of training.
         """
+        self.watch.interrupted()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
