@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,39 @@ def test_preflight_tunes_once_and_reuses_the_plan(tmp_path: Path) -> None:
     third = run("preflight.py", "--plan", str(path), "--steps", "1", "--budget", "16MiB")
     assert re.search(r"budget: plan has .*, here is 16.0 MiB", third)
     assert "reusing" in third
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+def test_hf_trainer_trains_within_its_budget() -> None:
+    """The Trainer's own loop and loss, with the plan's arguments."""
+    output = run("hf_trainer.py", "--target-batch", "16", "--steps", "10", "--budget", "16MiB")
+    peak, budget = sizes(output.splitlines()[0])
+    assert peak <= budget
+    assert len(losses(output)) == 10
+    assert losses(output)[-1] < losses(output)[0]
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+def test_lightning_images_trains_within_its_budget() -> None:
+    """A callback is all that is added; as many optimizer steps as the loader has batches."""
+    output = run("lightning_images.py", "--budget", "8MiB")
+    peak, budget = sizes(output.splitlines()[-1])
+    assert peak <= budget
+    assert "step 12: loss" in output
+    assert losses(output)[-1] < losses(output)[0]
+
+
+def test_longer_batch_trains_on() -> None:
+    """Every long batch is trained in smaller micro-batches, the short ones in the plan's, and no step is lost."""
+    output = run("longer_batch.py")
+    steps = re.findall(r"length (\d+), micro-batches \(([\d, ]+)\)", output)
+    split = [(int(length), [int(size) for size in parts.split(",") if size.strip()]) for length, parts in steps]
+    assert [length for length, _ in split] == [64, 64, 128, 64] * 3
+    assert all(sum(parts) == 16 for _, parts in split)
+    assert {max(parts) for length, parts in split if length == 64} == {16}
+    assert all(max(parts) < 16 for length, parts in split if length == 128)
+    assert re.search(r"ran out of memory [1-9]\d* times, lost no step", output)
+    assert losses(output)[-1] < losses(output)[0]
 
 
 def test_every_example_is_run_here() -> None:

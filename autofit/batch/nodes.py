@@ -53,7 +53,8 @@ class Along:
         return isinstance(value, torch.Tensor) and value.ndim == self.ndim
 
     def split(self, value: Any, sizes: Sequence[int]) -> Sequence[Any]:
-        return [value.narrow(self.dim, start, size) for start, size in _spans(sizes)]
+        parts: Sequence[Any] = torch.split(value, list(sizes), dim=self.dim)
+        return parts
 
     def resize(self, value: Any, samples: int) -> Any:
         source = value.detach()

@@ -34,7 +34,8 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
 
     Batch size, accumulation, precision, checkpointing, and the kind of device. With checkpointing, the Trainer's own is
     switched on: every layer that transformers marks; `PlanCallback` puts the plan's blocks in its place. Clipping, the
-    optimizer and its schedule stay yours. Raises ConfigError when the plan's micro-batches are not all equal.
+    optimizer and its schedule stay yours. How micro-batches are weighted is the Trainer's own affair: of some models it
+    adds the losses up instead of averaging them. Raises ConfigError when the plan's micro-batches are not all equal.
     """
     size, steps = even_split(plan, "the Trainer")
     candidate = plan.candidate

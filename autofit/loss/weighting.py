@@ -26,15 +26,16 @@ class Weighting:
     reason: str
     weigh: Callable[[Any], Any] | None = None
 
-    def coefficients(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    def coefficients(self, parts: Sequence[Any], sizes: Sequence[int], *, batch: Any = None) -> list[float]:
         """One factor per part of `sizes` samples; 0.0 means that the part has no say and its loss may be nan: skip it.
 
-        Weights that are tensors are read together, so parts on a device cost one wait for it, and parts that are
-        still on the host none. Raises ConfigError when all weights are zero, or one is negative or not finite.
+        The `batch` that the parts were cut from, where it is at hand, saves counting part by part. Weights that are
+        tensors are read together, so parts on a device cost one wait for it, and parts that are still on the host none.
+        Raises ConfigError when all weights are zero, or one is negative or not finite.
         """
         if self.kind == "sum":
             return [1.0] * len(parts)
-        weights = self.weights(parts, sizes)
+        weights = self.weights(parts, sizes, batch=batch)
         total = math.fsum(weights)
         if total == 0:
             raise ConfigError(
@@ -43,10 +44,12 @@ class Weighting:
             )
         return [weight / total for weight in weights]
 
-    def weights(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    def weights(self, parts: Sequence[Any], sizes: Sequence[int], *, batch: Any = None) -> list[float]:
         """What each part weighs: samples, or what `weigh` counts; raises ConfigError as `coefficients` does."""
         if self.weigh is None:
             return [float(size) for size in sizes]
+        if batch is not None and isinstance(self.weigh, CountTargets) and self.weigh.all_count(batch):
+            return [float(self.weigh.targets(part)) for part in parts]
         weights = _as_floats([self.weigh(part) for part in parts])
         for weight in weights:
             if not math.isfinite(weight) or weight < 0:
@@ -88,7 +91,8 @@ def _as_floats(values: Sequence[Any]) -> list[float]:
                 f"loss_weight returned a tensor of shape {tuple(value.shape)}. Allowed: a number or a tensor of one "
                 "element."
             )
-    if all(isinstance(value, Tensor) for value in values) and len({(v.device, v.dtype) for v in values}) == 1:
+    on_device = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
+    if len(on_device) == len(values) and len({(v.device, v.dtype) for v in on_device}) == 1:
         return [float(weight) for weight in torch.stack([value.detach().reshape(()) for value in values]).tolist()]
     return [float(value.detach() if isinstance(value, Tensor) else value) for value in values]
 
@@ -105,6 +109,16 @@ class CountTargets:
     ignore_index: int
     class_weights: Tensor | None = None
     shifted: bool = False
+
+    def all_count(self, batch: Any) -> bool:
+        """Whether no target of the batch is ignored and all weigh the same."""
+        return self.class_weights is None and not bool((self.target(batch) == self.ignore_index).any())
+
+    def targets(self, part: Any) -> int:
+        """How many targets there are, ignored ones too."""
+        target: Tensor = self.target(part)
+        length = target.shape[-1] if self.shifted else 0
+        return target.numel() // length * (length - 1) if length else target.numel()
 
     def __call__(self, part: Any) -> Tensor:
         """The divisor as a tensor without dims, on the device where it was counted."""

@@ -109,8 +109,8 @@ class Accumulation:
             sizes = balanced(samples, -(-samples // at_most))
         if sizes[-1] == 1 < samples and self._needs_two(remainder=sizes[0] > 1):
             sizes = balanced(samples, samples // 2)
-        batches = list(layout.split(batch, sizes))
-        coefficients = weighting.coefficients(batches, sizes)
+        batches = layout.root.split(batch, sizes)
+        coefficients = weighting.coefficients(batches, sizes, batch=batch)
         return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
 
     def _needs_two(self, *, remainder: bool) -> bool:
@@ -147,9 +147,8 @@ class Accumulation:
 
     def micro_step(self, part: Part) -> torch.Tensor:
         """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached."""
-        # On the host a copy takes the place of the transfer, so that a micro-batch costs its bytes on every device. It
-        # lives until backward is done, as it does in a loop that is written by hand.
-        batch = to_device(part.batch, self._device, copy=self._device.type == "cpu")
+        # The transferred batch lives until backward is done, as it does in a loop that is written by hand.
+        batch = self._transferred(part.batch)
         loss = self._loss_of(batch, part.coefficient)
         share = loss.detach()
         scaler = self.scaler
@@ -158,6 +157,19 @@ class Accumulation:
         self.phase = "backward"
         self._backward(pending)
         return share
+
+    def _transferred(self, batch: Any) -> Any:
+        """The micro-batch on the device.
+
+        Where storages of the host are counted or faked, a copy takes the place of the transfer, so that a micro-batch
+        costs its bytes on every device.
+        """
+        if self._device.type != "cpu":
+            return to_device(batch, self._device)
+        counted = torch._C._len_torch_dispatch_stack() > 0
+        if type(batch) is tuple and not counted and all(type(leaf) is torch.Tensor and leaf.is_cpu for leaf in batch):
+            return batch  # the most common batch, at once: this is run for every micro-batch
+        return to_device(batch, self._device, copy=counted)
 
     def _loss_of(self, batch: Any, coefficient: float) -> torch.Tensor:
         self.phase = "forward"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from autofit.batch.nest import leaves
 from autofit.errors import StepError
-from autofit.random_states import RandomStates
+from autofit.random_states import StepRandomStates
 from autofit.units import KiB
 
 # Steps without trouble after which a smaller micro-batch is doubled again, at first. Each time that this runs out of
@@ -22,6 +23,8 @@ PATIENCE = 100
 # A single sample may fail once because something else took the memory for a moment; so often in a row it does not fit.
 ATTEMPTS_AT_ONE = 3
 ALWAYS_COPIED_BYTES = 256 * KiB
+
+_VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,20 @@ class MicroBatchSizes:
         self._largest = largest
         self._reduced: dict[Hashable, _Size] = {}
 
-    def of(self, kind: Hashable) -> int:
-        """The largest micro-batch that batches of this kind should be tried in."""
-        reduced = self._reduced.get(kind)
+    def of(self, batch: Any) -> int:
+        """The largest micro-batch that batches of this one's kind should be tried in."""
+        reduced = self._reduced.get(kind_of(batch)) if self._reduced else None
         return reduced.size if reduced else self._largest
 
-    def ran_out(self, kind: Hashable, *, size: int) -> int:
+    def ran_out(self, batch: Any, *, size: int) -> int:
         """Memory ran out at micro-batches of `size`: half of it, 1 at least, from now on."""
-        reduced = self._reduced.setdefault(kind, _Size(size))
+        reduced = self._reduced.setdefault(kind_of(batch), _Size(size))
         reduced.size, reduced.clean_steps = -(-size // 2), 0
         return reduced.size
 
-    def passed(self, kind: Hashable) -> None:
-        """A step of this kind went well."""
-        reduced = self._reduced.get(kind)
+    def passed(self, batch: Any) -> None:
+        """A step of this batch went well."""
+        reduced = self._reduced.get(kind_of(batch)) if self._reduced else None
         if reduced is None or reduced.size >= self._largest:
             return
         reduced.clean_steps += 1
@@ -79,19 +82,21 @@ class StepStart:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
         self._places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._owners = [owner for owner, _ in self._places]
+        self._names = [name for _, name in self._places]
+        self._held: list[torch.Tensor | None] | None = None
         self._small: list[_SavedBuffer] = []
         self._large: list[_SavedBuffer] = []
         self._copied_together: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self._random_states: RandomStates | None = None
+        self._random_states = StepRandomStates(device)
 
     @torch.no_grad()
     def mark(self) -> None:
         """This is the start."""
-        self._random_states = RandomStates(self._device)
-        saved = (*self._small, *self._large)
-        if len(saved) != len(self._places) or any(s.owner.get(s.name) is not s.buffer for s in saved):
+        self._random_states.mark()
+        now = map(dict.get, self._owners, self._names)
+        if self._held is None or not all(map(is_, now, self._held)):
             self._copy_anew()
             return
         for copies, buffers in self._copied_together:
@@ -104,11 +109,11 @@ class StepStart:
     def _copy_anew(self) -> None:
         """The first time, and when the model has put another tensor in the place of a buffer."""
         self._small, self._large = [], []
+        self._held = list(map(dict.get, self._owners, self._names))
         together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._places = [place for place in self._places if _is_strided(place[0].get(place[1]))]
-        for owner, name in self._places:
-            buffer = owner[name]
-            assert buffer is not None
+        for (owner, name), buffer in zip(self._places, self._held, strict=True):
+            if buffer is None or buffer.layout != torch.strided:
+                continue
             saved = _SavedBuffer(owner, name, buffer, buffer.detach().clone(), buffer._version)
             if buffer.nbytes > ALWAYS_COPIED_BYTES:
                 self._large.append(saved)
@@ -126,8 +131,11 @@ class StepStart:
             saved.owner[saved.name] = saved.buffer
             saved.buffer.copy_(saved.copy)
             saved.version = saved.buffer._version
-        if self._random_states is not None:
-            self._random_states.put_back()
+        self._random_states.put_back()
+
+    def passed(self) -> None:
+        """The step that began here went well."""
+        self._random_states.passed()
 
 
 @dataclass
@@ -137,10 +145,6 @@ class _SavedBuffer:
     buffer: torch.Tensor
     copy: torch.Tensor
     version: int
-
-
-def _is_strided(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.layout == torch.strided
 
 
 class OptimizerStart:
@@ -157,7 +161,7 @@ class OptimizerStart:
         if len(self._optimizer.state) != len(self._held) or not self._tensors:
             self._held = set(self._optimizer.state)
             self._tensors = _tensors(self._optimizer)
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = list(map(_VERSION_OF, self._tensors))
 
     def undo(self) -> None:
         """Forgets state that the failed step began to make. Raises StepError when it has changed values already."""

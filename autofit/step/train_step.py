@@ -22,9 +22,9 @@ from autofit.step.survival import (
     OomEvent,
     OptimizerStart,
     StepStart,
-    kind_of,
     release_memory,
 )
+from autofit.step.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class TrainStep(Accumulation):
     The batch is split into the candidate's micro-batches, moved to the model's device one at a time, and weighted so
     that the accumulated gradient is the full batch's gradient. Precision and checkpointing are in force during the call
     and undone when it returns or raises. Between calls the parameters hold no gradients. `oom_events` lists each time
-    that a step ran out of memory and was run again.
+    that a step ran out of memory and was run again; `watch` says what goes wrong slowly.
 
     `loss_fn`, `compute_loss`, `loss_weight` and `batch_dims` as in `autofit.tune`. `max_grad_norm` clips the
     accumulated gradient, once per step. `device` is where micro-batches go; by default where the model lies. `backward`
@@ -65,6 +65,7 @@ class TrainStep(Accumulation):
         self._evaluation_sizes = MicroBatchSizes(self.candidate.micro_batch_size)
         self._start = StepStart(self.model, self._device)
         self._optimizer_start = OptimizerStart(self.optimizer)
+        self.watch = Watch(self._device)
         self._steps = 0
 
     def __call__(self, batch: Any) -> StepResult:
@@ -75,14 +76,21 @@ class TrainStep(Accumulation):
         optimizer ran out after it had changed values. Any other error of the model or the loss comes out as it is.
         """
         self._steps += 1
-        self._start.mark()
-        return self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+        self.watch.begin()
+        try:
+            self._start.mark()
+            result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+            self._start.passed()
+        finally:
+            self.watch.end()
+        return result
 
     def evaluate(self, batch: Any) -> StepResult:
         """The loss of `batch` in evaluation mode, without gradients, in micro-batches; modes are put back.
 
         When memory runs out, smaller micro-batches are tried, apart from those of training.
         """
+        self.watch.interrupted()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -101,10 +109,9 @@ class TrainStep(Accumulation):
         undo: Callable[[], None],
     ) -> StepResult:
         """Runs the batch in micro-batches that become smaller until it passes."""
-        kind = kind_of(batch)
         attempts_left, ran_out = ATTEMPTS_AT_ONE, ""
         while True:
-            parts = self.split(batch, at_most=sizes.of(kind))
+            parts = self.split(batch, at_most=sizes.of(batch))
             size = max(part.samples for part in parts)
             try:
                 result = run(parts)
@@ -117,7 +124,7 @@ class TrainStep(Accumulation):
                     raise
                 release_frames(error)
             else:
-                sizes.passed(kind)
+                sizes.passed(batch)
                 return result
             undo()  # not inside `except`, which would keep the frames of the failed step alive
             release_memory(self._device)
@@ -125,7 +132,7 @@ class TrainStep(Accumulation):
             if not attempts_left:
                 self._give_up(failure, size)
             ran_out = failure.message if failure.kind == "memory" else ran_out
-            self._note(failure, size=size, smaller=sizes.ran_out(kind, size=size))
+            self._note(failure, size=size, smaller=sizes.ran_out(batch, size=size))
             del failure
 
     def _failed_smaller(self, ran_out: str, size: int, failure: Failure) -> StepError:
@@ -158,7 +165,7 @@ class TrainStep(Accumulation):
 
     def _train(self, parts: list[Part]) -> StepResult:
         with self.activated():
-            self.zero_grad()
+            self._drop_foreign_gradients()
             try:
                 loss = self.micro_step(parts[0])
                 for part in parts[1:]:
@@ -168,6 +175,11 @@ class TrainStep(Accumulation):
             finally:  # also the partial gradients of a step that failed
                 self.zero_grad()
         return StepResult(loss, grad_norm, tuple(part.samples for part in parts))
+
+    def _drop_foreign_gradients(self) -> None:
+        """Gradients that something else left; after a step of this class there are none."""
+        if any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"]):
+            self.zero_grad()
 
     def _evaluate(self, parts: list[Part]) -> StepResult:
         with self.activated():

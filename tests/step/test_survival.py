@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import nn
 from autofit.candidate import Candidate
 from autofit.errors import ConfigError, InfeasibleError, StepError
 from autofit.memory import meter_for
+from autofit.random_states import SETTLED
 from autofit.step import TrainStep
 from autofit.step import survival as module
 from autofit.step.survival import MicroBatchSizes
@@ -101,17 +103,38 @@ def test_a_batch_that_is_suddenly_longer() -> None:
 def test_sizes_grow_back_carefully() -> None:
     """Doubled after a stretch without trouble; each further attempt waits twice as long; never above the plan's."""
     sizes = MicroBatchSizes(8)
-    assert sizes.ran_out("a", size=8) == 4
-    assert sizes.ran_out("a", size=4) == 2
-    assert sizes.of("b") == 8
+    a, b = torch.zeros(8, 3), torch.zeros(8, 2)
+    assert sizes.ran_out(a, size=8) == 4
+    assert sizes.ran_out(a, size=4) == 2
+    assert sizes.of(b) == 8
     history = []
     for _ in range(4 * module.PATIENCE):
-        sizes.passed("a")
-        history.append(sizes.of("a"))
+        sizes.passed(a)
+        history.append(sizes.of(torch.zeros(5, 3)))
     assert history.index(4) == module.PATIENCE - 1
     assert history.index(8) == 3 * module.PATIENCE - 1
     assert max(history) == 8
-    assert sizes.ran_out("a", size=1) == 1
+    assert sizes.ran_out(a, size=1) == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_random_states_of_python_and_numpy_go_back(late: bool) -> None:
+    """Also where the model began to use them after they had rested so long that they are read less often."""
+    model, optimizer, step = start()
+    batch = image_batch()
+    if late:
+        for _ in range(3 * SETTLED):
+            step(batch)
+    drawn: list[tuple[float, float]] = []
+    model.register_forward_pre_hook(lambda *_: drawn.append((random.random(), float(np.random.rand()))))
+    for _ in range(SETTLED if late else 0):
+        step(batch)
+    trouble = Trouble(model, optimizer)
+    trouble.planned["optimizer"] = [1]
+    drawn.clear()
+    step(batch)
+    assert len(step.oom_events) == 1
+    assert drawn[0] == drawn[1]
 
 
 def test_a_single_sample_that_does_not_fit() -> None:

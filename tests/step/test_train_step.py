@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from autofit.candidate import Candidate, Checkpointing
 from autofit.errors import ConfigError
+from autofit.memory import meter_for
 from autofit.step import TrainStep
 from tests.states import FullState
 
@@ -262,10 +264,14 @@ def test_a_failed_step_leaves_no_partial_gradients(phase: str) -> None:
     assert relative_error(optimizer.gradients, expected) < 1e-6
 
 
-def test_parts_are_moved_one_at_a_time() -> None:
-    """The batch stays where it is; a micro-batch is a copy of its own, gone when its backward is done."""
+@pytest.mark.parametrize("counted", [True, False])
+def test_where_memory_is_counted_a_micro_batch_costs_its_bytes(counted: bool) -> None:
+    """Under the meter of the host it is a copy, as a transfer would make it; otherwise nothing is copied."""
     model, batch = mlp()
     pointers: list[int] = []
     model.register_forward_pre_hook(lambda _m, inputs: pointers.append(inputs[0].untyped_storage().data_ptr()))
-    TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), candidate(4), loss_fn=F.cross_entropy)(batch)
-    assert batch[0].untyped_storage().data_ptr() not in pointers
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), candidate(4), loss_fn=F.cross_entropy)
+    with meter_for(torch.device("cpu")).metered(cap_bytes=None, resident=()) if counted else nullcontext():
+        step(batch)
+    assert len(pointers) == 4
+    assert all((pointer == batch[0].untyped_storage().data_ptr()) is not counted for pointer in pointers)
