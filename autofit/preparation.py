@@ -57,7 +57,8 @@ def prepared(
         undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
         _enter_placed(undone, model, info, meter)
         user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device))
+        beside = (loss_options.get("loss_fn"), loss_options.get("compute_loss"), loss_options.get("loss_weight"))
+        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
         undone.enter_context(_training(model))
         allowance = resolve_budget(budget, info=info, meter=meter)
         undone.enter_context(meter.capped(allowance.cap_bytes))

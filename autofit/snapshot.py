@@ -1,16 +1,15 @@
 """Everything that a training step can change: captured, rewound between trials, and put back bit for bit.
 
 Nothing is deep-copied. Bytes of tensors on the tuned device are copied to the host, storage by storage, so that ties
-and views stay what they are; containers (module attributes, buffers, hooks, optimizer state) are remembered by their
-items.
+and views stay what they are; what else modules and the optimizer hold is remembered in place, see `attributes`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from autofit.attributes import Attributes
 from autofit.errors import RestoreError
 from autofit.flags import Flags
 from autofit.interrupts import uninterrupted
@@ -29,15 +29,18 @@ PutBack = Callable[[], list[str]]
 
 
 @contextmanager
-def restored(model: nn.Module, optimizer: Optimizer | None, *, device: torch.device) -> Iterator[Snapshot]:
+def restored(
+    model: nn.Module, optimizer: Optimizer | None, *, device: torch.device, beside: Iterable[Any] = ()
+) -> Iterator[Snapshot]:
     """Whatever happens inside, afterwards all of it is what it was: returned, raised or interrupted.
 
+    `beside` may have further modules that take part, as a loss with a state of its own does; all else in it is let be.
     Raises RestoreError, from the error that was under way if there is one, when something cannot be put back.
     """
     snapshot = None
     try:
         with uninterrupted():
-            snapshot = Snapshot(model, optimizer, device=device)
+            snapshot = Snapshot(model, optimizer, device=device, beside=beside)
         yield snapshot
     finally:
         if snapshot is not None:
@@ -54,18 +57,26 @@ class Snapshot:
     puts back everything, gradients too. Both may be called at any time, `restore()` last.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        device: torch.device,
+        beside: Iterable[Any] = (),
+    ) -> None:
         flags = Flags()
         random_states = RandomStates(device)
-        containers = _Containers()
-        for module in model.modules():
-            containers.add_module(module)
+        modules = [model, *filter(None, map(_module_of, beside))]
+        attributes = Attributes([inner for module in modules for inner in module.modules()])
         if optimizer is not None:
-            containers.add(vars(optimizer), "optimizer")
-        tensors = _Tensors(containers.tensors, device)
-        self._gradients = _Gradients(containers.tensors, device)
+            attributes.add(vars(optimizer), "optimizer")
+        # A loss may lie elsewhere than the model that is tuned.
+        devices = {device, *(tensor.device for module in modules[1:] for tensor in _own_tensors(module))}
+        tensors = _Tensors(attributes.tensors, devices)
+        self._gradients = _Gradients(attributes.tensors, device)
         self._parts: dict[str, PutBack] = {
-            "attributes": containers.put_back,
+            "attributes": attributes.put_back,
             "tensors": tensors.put_back,
             "random states": random_states.put_back,
             "switches": flags.put_back,
@@ -82,6 +93,19 @@ class Snapshot:
         _put_back_all({**self._parts, "gradients": self._gradients.put_back})
 
 
+def _module_of(function: Any) -> nn.Module | None:
+    """The module that is called: itself, or the one that a method or a partial of it belongs to."""
+    while isinstance(function, partial):
+        function = function.func
+    found = getattr(function, "__self__", function)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
 def _put_back_all(parts: dict[str, PutBack]) -> None:
     """Every part is put back even if another cannot be."""
     failed: list[str] = []
@@ -96,71 +120,16 @@ def _put_back_all(parts: dict[str, PutBack]) -> None:
         raise RestoreError(message, state=tuple(failed))
 
 
-class _Containers:
-    """Attributes of modules and of the optimizer: which objects every dict, list and set held."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._held: list[tuple[Any, Any, str]] = []
-        self._seen: set[int] = set()
-
-    def add_module(self, module: nn.Module) -> None:
-        if id(module) not in self._seen:
-            self._seen.add(id(module))
-            self.add(vars(module), type(module).__name__)
-
-    def add(self, value: Any, name: str) -> None:
-        """Remembers a value and, within containers, everything below it."""
-        if isinstance(value, torch.Tensor):
-            self.tensors.setdefault(id(value), (name, value))
-        elif isinstance(value, nn.Module):
-            self.add_module(value)
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
-        elif isinstance(value, (dict, list, set, deque)) and id(value) not in self._seen:
-            self._seen.add(id(value))
-            items: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)
-            self._held.append((value, items, name))
-            for item in items:
-                if isinstance(value, dict):
-                    self.add(item[0], name)  # optimizer state is keyed by its parameters
-                    self.add(item[1], f"{name}.{item[0]}" if isinstance(item[0], str) else name)
-                else:
-                    self.add(item, name)
-        elif isinstance(value, tuple):
-            for item in value:
-                self.add(item, name)
-
-    def put_back(self) -> list[str]:
-        for container, items, _ in self._held:
-            if isinstance(container, dict):
-                now: list[Any] = list(container.items())
-                if not _same_items([part for pair in now for part in pair], [part for pair in items for part in pair]):
-                    container.clear()
-                    container.update(items)
-            elif not _same_items(list(container), items):
-                container.clear()
-                container.update(items) if isinstance(container, set) else container.extend(items)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        return []
-
-
-def _same_items(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
 class _Tensors:
-    """The bytes under all tensors of the tuned device, and which bytes each tensor looks at."""
+    """The bytes under all tensors of the devices, and which bytes each tensor looks at."""
 
-    def __init__(self, tensors: dict[int, tuple[str, torch.Tensor]], device: torch.device) -> None:
+    def __init__(self, tensors: dict[int, tuple[str, torch.Tensor]], devices: Collection[torch.device]) -> None:
         self._aliases = [(name, t, t.detach(), t.requires_grad) for name, t in tensors.values() if _is_plain(t)]
         self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         seen: set[int] = set()
         for _, tensor in tensors.values():
             for storage in storages_of(tensor):
-                if storage.device == device and storage._cdata not in seen:
+                if storage.device in devices and storage._cdata not in seen:
                     seen.add(storage._cdata)
                     self._copies.append((storage, host_copy(storage)))
         self.host_bytes = sum(saved.numel() for _, saved in self._copies)

@@ -38,6 +38,7 @@ LAYERS = {
     "report": 5,
     "memory": 6,
     "step": 6,
+    "attributes": 5.5,
     "snapshot": 6,
     "placement": 6.5,  # moves what a snapshot describes
     "predict": 7,

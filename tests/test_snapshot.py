@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,3 +221,82 @@ def test_subclasses_and_sparse_gradients() -> None:
         optimizer.step()
     assert model.weight.grad is gradient
     assert torch.equal(model.weight, weight)
+
+
+class Counter:
+    """A helper of the model's own: no module, with state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen = torch.zeros(2)
+        self.inner = [{"last": None}]
+
+
+class Eccentric(Net):
+    """Keeps state in all the places that are not tensors of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+        self.array = np.zeros(3)
+        self.numbers = np.random.default_rng(0)
+        self.older_numbers = np.random.RandomState(0)
+        self.dice = random.Random(0)
+        self.log = bytearray(b"start")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counter.calls += 1
+        self.counter.seen += 1
+        self.counter.inner[0]["last"] = x.sum().item()
+        self.array += self.numbers.random() + self.older_numbers.rand() + self.dice.random()
+        self.log += b"."
+        return super().forward(x)
+
+    def state(self) -> tuple[Any, ...]:
+        counter = self.counter
+        states = str(self.numbers.bit_generator.state), str(self.older_numbers.get_state()), self.dice.getstate()
+        helper = counter.calls, counter.seen.tolist(), counter.inner[0]["last"]
+        return (*helper, self.array.tolist(), *states, bytes(self.log))
+
+
+class Memorising(nn.CrossEntropyLoss):
+    """A loss with a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(scores, target)
+        self.mean.mul_(0.9).add_(loss.detach())
+        return loss * self.scale
+
+
+def test_what_is_neither_a_tensor_nor_a_module_is_put_back() -> None:
+    """Helpers, arrays, generators and buffers of bytes, in place."""
+    model = Eccentric()
+    model(torch.randn(2, 3, 8, 8))
+    before, objects = model.state(), (model.counter, model.counter.inner, model.array, model.log, model.numbers)
+    with restored(model, None, device=CPU):
+        for _ in range(3):
+            model(torch.randn(2, 3, 8, 8))
+        model.log[:] = b""
+        model.counter.inner.append({"last": 0})
+        assert model.state() != before
+    assert model.state() == before
+    now = model.counter, model.counter.inner, model.array, model.log, model.numbers
+    assert all(a is b for a, b in zip(now, objects, strict=True))
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: loss.forward, lambda loss: partial(loss)])
+def test_a_loss_with_a_state_is_put_back(wrap: Any) -> None:
+    """Buffers, parameters, gradients, training mode."""
+    model, loss = nn.Linear(4, 3), Memorising()
+    loss(model(torch.randn(2, 4)), torch.tensor([0, 1])).backward()
+    before = FullState(loss)
+    with restored(model, None, device=CPU, beside=(wrap(loss), None)):
+        loss.eval()
+        loss(model(torch.randn(2, 4)), torch.tensor([0, 1])).backward()
+        loss.mean.add_(1)
+    assert before.differences(loss) == []
