@@ -35,8 +35,8 @@ class Foresight:
         prediction = self._predict(candidate)
         return prediction.fit_threshold_bytes if prediction else None
 
-    def follow(self, blocks: Blocks) -> Blocks:
-        """The blocks, and which of them may keep their products; from now on masks over them can be solved."""
+    def watch(self, blocks: Blocks) -> Blocks:
+        """The blocks, with those that may keep their products, as one micro-step without values shows."""
         if self._predictor is None or not blocks.names:
             return blocks
         predictor = self._predictor
@@ -44,9 +44,12 @@ class Foresight:
         if seen is None:
             logger.info("blocks could not be watched: %s", failure.message if failure else "")
             return blocks
-        blocks = replace(blocks, selective=tuple(name for name in blocks.names if name in seen.selective))
-        predictor.follow(blocks)
-        return blocks
+        return replace(blocks, selective=tuple(name for name in blocks.names if name in seen.selective))
+
+    def follow(self, blocks: Blocks) -> None:
+        """From now on masks over the blocks can be solved."""
+        if self._predictor is not None:
+            self._predictor.follow(blocks)
 
     def solved(self, candidate: Candidate, *, cap_bytes: int | None, modes: Collection[CheckpointingMode]) -> Candidate:
         """The candidate with the least recomputation that should fit; itself where none is known."""

@@ -14,6 +14,7 @@ from autofit.trial import TrialSetup
 # Above this the loss or the gradient of a whole batch is not the weighted sum of its parts': rounding is below, also
 # that of TF32 convolutions.
 SEPARABLE_TOLERANCE = 1e-2
+_SHOWN = 5  # blocks that are named in a note
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> Probe
         setup.recover()
         if failure is None:
             assert observed is not None
-            return ProbeResult(observed, (*describe_blocks(observed), *_weighting_notes(setup)))
+            return ProbeResult(observed, _weighting_notes(setup))
         out_of_memory = failure.kind in ("memory", "maybe_memory")
         if (not out_of_memory and not shrunk) or failure.kind == "device_lost":
             _raise(failure, setup)
         if samples == 1 or not out_of_memory:  # too few samples can fail otherwise, as under BatchNorm
-            return ProbeResult(blocks, describe_blocks(blocks))
+            return ProbeResult(blocks, ())
         samples, shrunk = samples // 2, True
 
 
@@ -86,11 +87,12 @@ def describe_blocks(blocks: Blocks) -> tuple[str, ...]:
     """What people should know of the blocks that were found."""
     notes = []
     if blocks.names:
-        notes.append(f"Blocks that can be recomputed: {len(blocks.names)}, {blocks.found_by}.")
+        names = ", ".join(blocks.names[:_SHOWN]) + (", …" if len(blocks.names) > _SHOWN else "")
+        notes.append(f"Blocks that can be recomputed: {len(blocks.names)}, {blocks.found_by}: {names}.")
     else:
         notes.append("No blocks were found that could be recomputed, so checkpointing was not tried.")
     if blocks.left_out:
-        named = "; ".join(f"{name}: {reason}" for name, reason in blocks.left_out[:5])
+        named = "; ".join(f"{name}: {reason}" for name, reason in blocks.left_out[:_SHOWN])
         notes.append(f"Blocks left out of checkpointing: {named}.")
     return tuple(notes)
 

@@ -19,12 +19,13 @@ from autofit.checks import check_call
 from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
+from autofit.fidelity import keep_faithful
 from autofit.foresight import Foresight
 from autofit.loss import loss_facts
 from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
 from autofit.preparation import prepared
-from autofit.probe import probe
+from autofit.probe import describe_blocks, probe
 from autofit.search import search
 from autofit.space import candidates, least_demanding, mask_modes, offloading
 from autofit.step.accumulation import LossOptions
@@ -167,9 +168,17 @@ class _Tuning:
         """The candidates that this model can run on this device; a probe says which."""
         probed = probe(self.setup, block_patterns=self.space.checkpoint_blocks)
         self.notes += probed.notes
-        blocks = self.foresight.follow(probed.blocks) if self.space.checkpointing != ("none",) else probed.blocks
+        blocks = probed.blocks if self.space.checkpointing == ("none",) else self._recomputable(probed.blocks)
+        self.notes += describe_blocks(blocks)
         choices = candidates(self.space, samples=self.setup.samples, info=self.info, blocks=blocks)
         return choices + self._last_resort(choices, blocks)
+
+    def _recomputable(self, blocks: Blocks) -> Blocks:
+        """The blocks that may be recomputed without changing a gradient, each told how it may; masks follow them."""
+        seen = self.foresight.watch(blocks)
+        faithful = keep_faithful(self.setup, seen)
+        self.foresight.follow(faithful)
+        return faithful
 
     def _last_resort(self, choices: list[Candidate], blocks: Blocks) -> list[Candidate]:
         """Activations in host memory, where the smallest step should not fit otherwise."""

@@ -50,6 +50,7 @@ LAYERS = {
     "environment": 8.5,
     "foresight": 8.5,
     "probe": 8.5,
+    "fidelity": 8.5,
     "preparation": 8.8,
     "tuner": 9,
     "preflight": 9,
