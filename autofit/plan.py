@@ -7,13 +7,13 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
-from autofit.loss_facts import LossFacts
+from autofit.loss_facts import Callables, LossFacts
 from autofit.recipe import to_python
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Plan(FrozenModel):
         from autofit.step import TrainStep  # a door upward: data hands out the behaviour that it describes
 
         passed = {"loss_fn": loss_fn, "compute_loss": compute_loss, "loss_weight": loss_weight}
-        self._check_callables(passed)
+        self._check_callables(passed, "train_step")
         facts = self.loss or LossFacts()
         return TrainStep(
             model,
@@ -171,24 +171,30 @@ class Plan(FrozenModel):
             max_grad_norm=max_grad_norm,
         )
 
-    def _check_callables(self, passed: Mapping[str, Any]) -> None:
+    def _check_callables(self, passed: Mapping[str, Any], method: str) -> None:
         """A file cannot hold functions: what `tune` was given, training has to be given again."""
         missing = [name for name in (self.loss.given if self.loss else ()) if passed[name] is None]
         if missing and not (missing == ["loss_fn"] and passed["compute_loss"] is not None):
             named = ", ".join(f"{name}=" for name in missing)
             raise ConfigError(
-                f"This plan was tuned with {named} and train_step was not given it, so it would train on another loss. "
+                f"This plan was tuned with {named} and {method} was not given it, so it would run another loss. "
                 f"Pass the same {named}"
             )
 
     def check(self, model: nn.Module, sample_batch: Any, **options: Unpack[CheckOptions]) -> PlanCheck:
         """Runs the best trial's step once more, here, under the plan's budget: does the plan still hold?
 
-        Options as of `autofit.tune`: the loss, `optimizer`, `device`, `budget`, `batch_dims`. Raises PlanMismatchError
-        when the plan is for another model or kind of device; see `autofit.preflight.check_plan`.
+        Options as of `autofit.tune`: the loss and `batch_dims` as for `train_step`, `optimizer`, `device`, `budget`.
+        Raises PlanMismatchError when the plan is for another model or kind of device; see `autofit.preflight`.
         """
         from autofit.preflight import check_plan
 
+        self._check_callables({name: options.get(name) for name in get_args(Callables)}, "check")
+        facts = self.loss or LossFacts()
+        if options.get("loss_weight") is None:
+            options["loss_weight"] = facts.loss_weight
+        if options.get("batch_dims") is None:
+            options["batch_dims"] = facts.batch_dims
         return check_plan(self, model, sample_batch, **options)
 
     def to_python(self) -> str:

@@ -143,3 +143,13 @@ def test_a_step_that_fails_is_an_error(plan: Plan) -> None:
     model.register_forward_hook(fail)
     with pytest.raises(StepError, match="shapes do not match"):
         check(plan, model)
+
+
+def test_what_the_plan_remembers_of_the_loss_is_used(plan: Plan) -> None:
+    """As by train_step: where samples lie need not be said again, a loss function has to be."""
+    with pytest.raises(ConfigError, match="check was not given it"):
+        plan.check(ConvNet(width=8), image_batch(4, size=16))
+    time_first = (torch.randn(5, 4, 3), torch.randn(5, 4, 1))
+    space = autofit.SearchSpace(accumulation_steps=2, precision="float32", checkpointing="none")
+    other = autofit.tune(nn.Linear(3, 1), time_first, target_batch=8, batch_dims=1, budget="64MiB", space=space)
+    assert other.check(nn.Linear(3, 1), time_first).holds

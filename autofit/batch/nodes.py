@@ -53,7 +53,7 @@ class Along:
         return isinstance(value, torch.Tensor) and value.ndim == self.ndim
 
     def split(self, value: Any, sizes: Sequence[int]) -> Sequence[Any]:
-        parts: Sequence[Any] = torch.split(value, list(sizes), dim=self.dim)
+        parts: Sequence[Any] = value.split_with_sizes(list(sizes), self.dim)  # half the time of torch.split
         return parts
 
     def resize(self, value: Any, samples: int) -> Any:

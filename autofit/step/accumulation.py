@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -46,8 +45,7 @@ class StepOptions(LossOptions, total=False):
     backward: Backward
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One micro-batch: views of the batch's samples, how many, and the factor of its loss."""
 
     batch: Any
@@ -93,6 +91,8 @@ class Accumulation:
         self._checkpoints = CheckpointPlan(model, candidate.checkpointing)
         self._layout: BatchLayout | None = None
         self._weighting: Weighting | None = None
+        self._last: tuple[Any, int | None] | None = None
+        self._last_candidate: Candidate | None = None
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -101,14 +101,13 @@ class Accumulation:
 
     def split(self, batch: Any, *, at_most: int | None = None) -> list[Part]:
         """The batch as micro-batches, without those whose loss counts nothing; smaller than the plan's if asked."""
-        layout, weighting = self._read(batch)
-        samples = layout.samples_in(batch)
-        if at_most is None or at_most >= self.candidate.micro_batch_size:
-            sizes = self.candidate.split(samples)
-        else:
-            sizes = balanced(samples, -(-samples // at_most))
-        if sizes[-1] == 1 < samples and self._needs_two(remainder=sizes[0] > 1):
-            sizes = balanced(samples, samples // 2)
+        shape = _shape_of(batch)
+        if shape is None or self._last != (shape, at_most) or self._last_candidate is not self.candidate:
+            self._split = self._sizes_of(batch, at_most)
+            self._last, self._last_candidate = (shape, at_most), self.candidate
+        layout, weighting, sizes = self._split
+        if sizes[-1] == 1 < sum(sizes) and self._needs_two(remainder=sizes[0] > 1):
+            sizes = balanced(sum(sizes), sum(sizes) // 2)
         batches = layout.root.split(batch, sizes)
         coefficients = weighting.coefficients(batches, sizes, batch=batch)
         return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
@@ -122,6 +121,13 @@ class Accumulation:
         kind = nn.modules.batchnorm._BatchNorm if remainder else nn.BatchNorm1d
         chosen = not remainder and self.candidate.micro_batch_size == 1
         return not chosen and any(isinstance(module, kind) and module.training for module in self.model.modules())
+
+    def _sizes_of(self, batch: Any, at_most: int | None) -> tuple[BatchLayout, Weighting, tuple[int, ...]]:
+        layout, weighting = self._read(batch)
+        samples = layout.samples_in(batch)
+        if at_most is None or at_most >= self.candidate.micro_batch_size:
+            return layout, weighting, self.candidate.split(samples)
+        return layout, weighting, balanced(samples, -(-samples // at_most))
 
     def _read(self, batch: Any) -> tuple[BatchLayout, Weighting]:
         if self._layout is None or self._weighting is None or not self._layout.matches(batch):
@@ -199,3 +205,17 @@ class Accumulation:
 
     def _parameters(self) -> Sequence[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _shape_of(batch: Any) -> Any:
+    """What decides how a flat batch of plain tensors is split, for batch after batch of the same; None for others."""
+    kind = type(batch)
+    if kind is dict:
+        names: Any = tuple(batch)
+        tensors: Any = batch.values()
+    elif kind is tuple or kind is list:
+        names, tensors = len(batch), batch
+    else:
+        return None
+    shapes = [tensor.shape for tensor in tensors if type(tensor) is torch.Tensor]
+    return (kind, names, shapes) if len(shapes) == len(batch) else None
