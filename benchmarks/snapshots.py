@@ -3,7 +3,7 @@
     python -m benchmarks.snapshots {default,capped,expandable,streams} FILE
 
 Trains a small model from the first allocation on and writes the recording in the format of `benchmarks.recordings`,
-with the allocator's own peaks. `expandable` needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` in the environment.
+with the allocator's own peaks. `expandable` needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` to be set.
 """
 
 from __future__ import annotations
