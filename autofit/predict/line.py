@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 from autofit.predict.failures import UntraceableError
@@ -26,6 +26,11 @@ class SizedTrace:
 
     trace: Trace
     sizes: list[int]
+
+    def without_scratch(self) -> SizedTrace:
+        """The same less what operators take for themselves while they run."""
+        pairs = zip(self.sizes, self.trace.categories, strict=True)
+        return replace(self, sizes=[0 if category == "scratch" else size for size, category in pairs])
 
 
 class Line:
@@ -76,7 +81,9 @@ class Line:
             affine, reason = _between(low, high)
             if affine is not None and seconds < CHECK_SECONDS:
                 third = self._trace(CHECK_SIZE)
-                if third.events != low.events or affine.at(CHECK_SIZE, CHECK_SIZE).sizes != third.sizes:
+                if third.events != low.events or _certain(affine.at(CHECK_SIZE, CHECK_SIZE).sizes, third) != _certain(
+                    third.sizes, third
+                ):
                     affine, reason = None, "sizes are not proportional to samples"
         except UntraceableError as error:
             self._failed = True
@@ -110,11 +117,21 @@ def _between(low: Trace, high: Trace) -> tuple[_Affine | None, str]:
         return None, f"with {SIZES[0]} and with {SIZES[1]} samples different operators run"
     span = SIZES[1] - SIZES[0]
     differences = [b - a for a, b in zip(low.sizes, high.sizes, strict=True)]
-    if any(difference % span for difference in differences):
+    scratch = {at for at, category in enumerate(low.categories) if category == "scratch"}
+    if any(difference % span for at, difference in enumerate(differences) if at not in scratch):
         return None, "sizes are not proportional to samples"
-    slope = [difference // span for difference in differences]
+    # What a kernel takes for itself need not grow evenly, and does not become less where more samples run.
+    slope = [
+        max(difference // span, 0) if at in scratch else difference // span for at, difference in enumerate(differences)
+    ]
     base = [size - step * SIZES[0] for size, step in zip(low.sizes, slope, strict=True)]
     return _Affine(low, base, slope, _born_in_second(low)), ""
+
+
+def _certain(sizes: list[int], trace: Trace) -> list[int]:
+    """The sizes of storages that the trace has seen: memory inside operators is learned, and at a few sizes only."""
+    learned = {at for at, category in enumerate(trace.categories) if category == "scratch"}
+    return [size for at, size in enumerate(sizes) if at not in learned]
 
 
 def _born_in_second(trace: Trace) -> list[bool]:

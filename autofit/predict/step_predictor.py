@@ -11,7 +11,6 @@ from autofit.candidate import Candidate, Checkpointing, Precision
 from autofit.gpus import find_gpu
 from autofit.memory import Peaks, fit_threshold, replay
 from autofit.predict.line import SIZES, SizedTrace
-from autofit.predict.observed import observed_blocks
 from autofit.predict.prediction import allocator_events
 from autofit.predict.predictor import Predictor
 from autofit.predict.recorder import Trace
@@ -19,7 +18,6 @@ from autofit.predict.roofline import step_seconds
 from autofit.predict.splice import without_second
 from autofit.predict.tracing import trace_step
 from autofit.predict.work import Work, WorkLog, work_at
-from autofit.step.blocks import Blocks
 
 _Kind = tuple[Precision, Checkpointing]
 _LineKey = tuple[Precision, Checkpointing, int]
@@ -62,13 +60,8 @@ class StepPredictor(Predictor):
         """The smallest cap on the allocator under which the step of `samples` runs through."""
         return fit_threshold(allocator_events(self._sized(candidate, samples)))
 
-    def observed_blocks(self, blocks: Blocks) -> Blocks:
-        """Those of `blocks` that can be recomputed, seen in one micro-step without values."""
-        return observed_blocks(self._subject, blocks)
-
     def _sized(self, candidate: Candidate, samples: int) -> SizedTrace:
-        sizes = candidate.split(samples)
-        return self._line(_sharing(candidate)).at(sizes[0], sizes[min(1, len(sizes) - 1)])
+        return self.sized(_sharing(candidate), samples=samples)
 
     def _trace(self, key: _LineKey, samples: int) -> Trace:
         precision, checkpointing, steps = key
@@ -78,7 +71,7 @@ class StepPredictor(Predictor):
         kind = _kind(candidate)
         if (kind, samples) not in self._traces:
             log = WorkLog(self._device)
-            trace = trace_step(self._subject, candidate, watch=log)
+            trace = trace_step(self._subject, candidate, watch=log, learned=self._learn(candidate))
             self._traces[kind, samples] = trace
             self._work[kind][samples] = log.work(trace)
         trace = self._traces[kind, samples]

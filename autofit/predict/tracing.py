@@ -20,7 +20,7 @@ from autofit.gpus import Capability
 from autofit.loss.forms import Loss
 from autofit.predict.failures import UntraceableError
 from autofit.predict.recorder import Recorder, Trace, Watch
-from autofit.predict.scratch import CudaScratch
+from autofit.predict.scratch import CudaScratch, Learned, LearnedScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
@@ -43,14 +43,22 @@ class Subject:
 
 @contextmanager
 def following(
-    model: nn.Module, *, device: torch.device, capability: Capability, watch: Watch | None = None
+    model: nn.Module,
+    *,
+    device: torch.device,
+    capability: Capability,
+    watch: Watch | None = None,
+    learned: Learned | None = None,
 ) -> Iterator[tuple[Recorder, Shadow]]:
     """Inside, `model` has no values and everything that runs is recorded; afterwards it is what it was.
 
+    `learned` is what operators were seen to take inside when they ran on the device.
     Raises UntraceableError, from the original error, when something inside needs values or a device.
     """
     cuda = device.type == "cuda"
-    recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None, watch=watch)
+    known = CudaScratch(capability) if cuda else None
+    scratch = known if learned is None else LearnedScratch(learned, known)
+    recorder = Recorder(device, scratch=scratch, watch=watch)
     engine = PythonEngine(SavedTensors(recorder.saved), on_node=recorder.enter_node, in_place=cuda)
     shadow = Shadow(device)
     with ExitStack() as stack:
@@ -84,14 +92,19 @@ def _explaining(recorder: Recorder) -> Iterator[None]:
         ) from error
 
 
-def trace_step(subject: Subject, candidate: Candidate, *, watch: Watch | None = None) -> Trace:
+def trace_step(
+    subject: Subject, candidate: Candidate, *, watch: Watch | None = None, learned: Learned | None = None
+) -> Trace:
     """Two optimizer steps of `candidate`: one of one micro-batch, which makes the optimizer's state, and a full one.
 
     Of the full one's micro-batches at most two run, since a third needs what the second needed. Marks: `micro 0` and
     so on, by the position in the batch, and `optimizer`.
     """
     model = subject.model
-    with following(model, device=subject.device, capability=subject.capability, watch=watch) as (recorder, shadow):
+    with following(model, device=subject.device, capability=subject.capability, watch=watch, learned=learned) as (
+        recorder,
+        shadow,
+    ):
         if not model.training:
             model.train()
         parts = min(candidate.accumulation_steps, 2)
