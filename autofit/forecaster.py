@@ -22,7 +22,7 @@ from autofit.gpus import find_gpu
 from autofit.memory import Peaks
 from autofit.optimizers import optimizer_factory
 from autofit.plan import TIE_SHARE, Plan, Trial
-from autofit.predict import MemoryPrediction
+from autofit.predict import MemoryPrediction, UntraceableError
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.step_predictor import StepPredictor
 from autofit.probe import describe_blocks
@@ -67,7 +67,7 @@ def forecast(
     precision and checkpointing, comes the smallest micro-batch that does not fit, as `over_budget`.
 
     Raises ConfigError for a GPU that is not in the catalogue and for arguments that cannot be meant, InfeasibleError
-    when nothing fits, `autofit.predict.UntraceableError` when the step needs values or a device.
+    when nothing fits, `autofit.predict.UntraceableError` when the step needs values or a device whatever the precision.
     """
     forecaster = Forecaster(
         model,
@@ -121,7 +121,7 @@ class Forecaster:
             environment=describe_environment(
                 self._model, self._info, memory_source=MEMORY_SOURCE, optimizer=self._optimizer_name, seed=0
             ),
-            notes=(allowance.note, *describe_blocks(blocks), *BLIND_SPOTS),
+            notes=(allowance.note, *describe_blocks(blocks), *outlook.notes, *BLIND_SPOTS),
         )
         if plan.best_number is None:
             least = self._predictor.predict(plan.trials[0].candidate, samples=target_batch)
@@ -148,17 +148,32 @@ class _Outlook:
         self._samples = samples
         self._cap = cap_bytes
         self._modes = modes
+        self._untraceable: dict[str, UntraceableError] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which precisions and checkpointing are left out because their step cannot be traced."""
+        return tuple(f"Not predicted: {line}. {error}" for line, error in self._untraceable.items())
 
     def trials(self, choices: Sequence[Candidate]) -> list[Trial]:
-        """Those that fit, best first, and the first of each precision and checkpointing that does not."""
+        """Those that fit, best first, and the first of each precision and checkpointing that does not.
+
+        A precision and checkpointing that cannot be traced is left out; raises UntraceableError where none can.
+        """
         fitting: list[Candidate] = []
         beyond: list[Candidate] = []
         plain: set[tuple[int, str]] = set()
         for line in _lines(choices):
-            # Memory grows along a line.
-            count = bisect(line, False, key=lambda candidate: not self._peaks(candidate).fits)
+            try:
+                # Memory grows along a line.
+                count = bisect(line, False, key=lambda candidate: not self._peaks(candidate).fits)
+            except UntraceableError as error:
+                self._untraceable[f"{line[0].precision}, checkpointing {line[0].checkpointing}"] = error
+                continue
             fitting += self._with_masks(line[:count], plain)
             beyond += line[count : count + 1]
+        if not fitting and not beyond:
+            raise next(iter(self._untraceable.values()))
         predicted = [self._predicted(candidate) for candidate in sorted(fitting, key=self._merit)]
         return [*predicted, *sorted(map(self._over_budget, beyond), key=lambda t: t.predicted_peak_bytes or 0)]
 

@@ -1,7 +1,9 @@
 """Predicted against measured memory.
 
+python -m benchmarks.prediction                        the events of this machine's CPU allocator
+python -m benchmarks.prediction --quick                the same over a few small models, in minutes
 python -m benchmarks.prediction --measured FILE.csv    published runs on real GPUs, predicted without one
-python -m benchmarks.prediction                        the tracked meter on this machine's CPU
+python -m benchmarks.prediction --meter                the tracked meter on this machine's CPU
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,9 +30,11 @@ from autofit.predict.recorder import Phase
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.tracing import following
 from autofit.units import GiB, MiB
+from benchmarks.host_steps import Row, compare, workloads
 from benchmarks.measured_runs import Run, make_batch, make_model, train
 from benchmarks.metered_steps import compare_all
 
+QUICK = ("mobilenet_v3_small", "squeezenet1_1", "vision_transformer", "Bert", "GPT2")
 GPU_NAMES = {"A100 SXM4 40GB": "A100 40GB"}
 # What the study's figure holds above the allocator's reserved bytes; on the RTX 3060 it is 18 or 54 MiB.
 OFFSETS = {"RTX 3060": 36 * MiB, "RTX 4060": 14 * MiB, "A100 SXM4 40GB": 354 * MiB}
@@ -80,6 +86,62 @@ def against_measured(path: Path) -> float:
     return statistics.median(errors)
 
 
+def against_host(rows_path: Path | None, models: Sequence[str]) -> float:
+    """Prints predictions beside what the CPU's allocator reported; the median error in per cent, calibrated.
+
+    Rows are kept in `rows_path` as they come, and those that are there already are not run again.
+    """
+    rows = list(_read_rows(rows_path))
+    print(f"{'model':19} {'optimizer':9} {'precision':9} {'recomputed':10} {'split':6}   measured    traced calibrated")
+    for row in rows:
+        _print_row(row)
+    for workload in workloads():
+        if models and workload.name not in models:
+            continue
+        for row in compare(workload, [row.key for row in rows]):
+            rows.append(row)
+            _print_row(row)
+            if rows_path is not None:
+                _append_row(rows_path, row)
+    for name in ("traced", "calibrated"):
+        errors = [abs(_error(row, name)) for row in rows]
+        print(
+            f"{name}: {len(errors)} rows of {len({row.model for row in rows})} models, "
+            f"median {statistics.median(errors):.2f}%, p95 {percentile(errors, 95):.2f}%, largest {max(errors):.2f}%"
+        )
+    return statistics.median(abs(_error(row, "calibrated")) for row in rows)
+
+
+def _error(row: Row, name: str) -> float:
+    predicted = row.traced_bytes if name == "traced" else row.calibrated_bytes
+    return 100 * (predicted - row.measured_bytes) / row.measured_bytes
+
+
+def _print_row(row: Row) -> None:
+    print(
+        f"{row.model:19} {row.optimizer:9} {row.precision:9} {row.checkpointing:10} {row.accumulation:6} "
+        f"{row.measured_bytes / MiB:8.1f} M {_error(row, 'traced'):+8.3f}% {_error(row, 'calibrated'):+9.3f}%",
+        flush=True,
+    )
+
+
+def _read_rows(path: Path | None) -> Iterator[Row]:
+    if path is None or not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="") as lines:
+        for values in csv.DictReader(lines):
+            yield Row(**{name: int(value) if name.endswith("_bytes") else value for name, value in values.items()})
+
+
+def _append_row(path: Path, row: Row) -> None:
+    new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as lines:
+        writer = csv.DictWriter(lines, list(asdict(row)))
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
 def against_meter() -> float:
     """Prints predictions beside the tracked meter's readings and returns the median error in per cent."""
     errors = []
@@ -106,10 +168,20 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.prediction", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--measured", type=Path, metavar="FILE.csv", help="published runs to predict")
+    parser.add_argument("--meter", action="store_true", help="compare with the tracked meter")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--models", nargs="+", default=(), metavar="NAME", help="only these")
+    parser.add_argument("--rows", type=Path, metavar="FILE.csv", help="keep rows here, and go on where it stopped")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    median = against_measured(options.measured) if options.measured else against_meter()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop
+    if options.measured:
+        median = against_measured(options.measured)
+    elif options.meter:
+        median = against_meter()
+    else:
+        median = against_host(options.rows, QUICK if options.quick else options.models)
     print(f"median_abs_error={median:.2f}%")
     return 0
 

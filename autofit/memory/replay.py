@@ -18,6 +18,7 @@ Event = tuple[int, int]
 class Peaks:
     """What a replay reached; if it ran out of memory, what it reached up to the event that failed."""
 
+    peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     retries: int
@@ -33,7 +34,13 @@ def replay(events: Sequence[Event], limit_bytes: int | None = None, config: Allo
     """Runs `events` through a fresh allocator under `limit_bytes`, up to the first birth that finds no room."""
     allocator = CachingAllocator(limit_bytes, config)
     failed_at = _run(allocator, events)
-    return Peaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, failed_at)
+    return Peaks(
+        allocator.peak_requested_bytes,
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        allocator.retries,
+        failed_at,
+    )
 
 
 def fit_threshold(events: Sequence[Event], config: AllocatorConfig = DEFAULT_CONFIG) -> int:

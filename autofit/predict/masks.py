@@ -48,9 +48,12 @@ class Masks:
                 raise WeaveError(f"with checkpointing {mode!r} different operators run for different micro-batches")
         self._weave = Weave({mode: low.trace for mode, (low, _) in traced.items()})
         few, many = (self._column(lambda traced, index: traced.trace.sizes[index], of=of) for of in (0, 1))
-        self._slope, rest = np.divmod(many - few, SIZES[1] - SIZES[0])
-        if rest.any():
+        slope, rest = np.divmod(many - few, SIZES[1] - SIZES[0])
+        # What a kernel takes for itself need not grow evenly, and is not less where more samples run.
+        scratch = np.array([traced[mode][0].trace.categories[i] == "scratch" for mode, i in self._weave.origin])
+        if rest[~scratch].any():
             raise WeaveError("sizes are not proportional to samples")
+        self._slope = np.where(scratch, np.maximum(slope, 0), slope)
         self._base = few - self._slope * SIZES[0]
         second = {mode: born_in_second(low.trace) for mode, (low, _) in traced.items()}
         self._of_second = np.array([second[mode][index] for mode, index in self._weave.origin])

@@ -21,7 +21,11 @@ _STAGES: dict[Phase, str] = {
 
 
 class Breakdown(FrozenModel):
-    """Bytes in use at the peak by what they are for; `rounding` is what the allocator adds to make blocks of them."""
+    """Bytes in use at the peak by what they are for.
+
+    `scratch` is what an operator takes for itself while it runs, `workspaces` what libraries keep from then on, and
+    `rounding` what the allocator adds to make blocks of it all.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -30,6 +34,7 @@ class Breakdown(FrozenModel):
     activations: int = 0
     inputs: int = 0
     temporary: int = 0
+    scratch: int = 0
     workspaces: int = 0
     rounding: int = 0
 
@@ -45,7 +50,8 @@ class TimelinePoint(FrozenModel):
 class MemoryPrediction(FrozenModel):
     """What one candidate needs, from a trace without values.
 
-    `peak_allocated_bytes`, `peak_reserved_bytes`: what the allocator's statistics of those names would say.
+    `peak_requested_bytes`, `peak_allocated_bytes`, `peak_reserved_bytes`: what the CUDA allocator's statistics of those
+    names would say. The first is before any rounding, and so what the host's allocator hands out.
     `fit_threshold_bytes`: the smallest cap on the allocator that the step does not run out under. `device_bytes`: the
     reserved peak and what the process takes outside the allocator. `breakdown`, `phase`, `operator` and `module` are
     those of the moment with the most bytes in use. `notes` names what the trace could not see.
@@ -54,6 +60,7 @@ class MemoryPrediction(FrozenModel):
     candidate: Candidate
     device: str
     source: Literal["predicted"] = "predicted"
+    peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     fit_threshold_bytes: int
@@ -95,6 +102,7 @@ def describe(
     return MemoryPrediction(
         candidate=candidate,
         device=device,
+        peak_requested_bytes=peaks.peak_requested_bytes,
         peak_allocated_bytes=peaks.peak_allocated_bytes,
         peak_reserved_bytes=peaks.peak_reserved_bytes,
         fit_threshold_bytes=fit_threshold(events),

@@ -14,10 +14,11 @@ from autofit.batch import infer_layout
 from autofit.candidate import Candidate, Checkpointing, CheckpointingMode, Precision
 from autofit.errors import ConfigError
 from autofit.gpus import Capability, find_gpu
+from autofit.memory import Peaks, fit_threshold, replay
 from autofit.predict.line import SIZES, Line, SizedTrace
 from autofit.predict.masks import Masks
 from autofit.predict.observed import observed_blocks
-from autofit.predict.prediction import MemoryPrediction, describe
+from autofit.predict.prediction import MemoryPrediction, allocator_events, describe
 from autofit.predict.recorder import Trace
 from autofit.predict.roofline import REFERENCES, operator_seconds
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
@@ -37,6 +38,10 @@ _DEFAULT_CAPABILITY: Capability = (8, 0)
 _KINDS = ("cuda", "cpu")
 _CUDA_BLIND_SPOT = "memory that cuDNN takes inside a convolution is not in it"
 _CPU_BLIND_SPOT = "memory inside operators is not in it, as it is not in the tracked measurement either"
+_LEARNED = (
+    f"memory inside operators was learned from micro-batches of {' and '.join(map(str, SIZES))} samples; with others a "
+    "library may choose other kernels"
+)
 
 _Kind = tuple[Precision, Checkpointing]
 
@@ -47,6 +52,9 @@ class Predictor:
     Arguments as in `autofit.tune`. `device` is `"cuda"` or `"cpu"`, whether it is there or not; `gpu` names a GPU of
     the catalogue (`autofit.gpus`) whose kernels are chosen. The model may lie on `meta`. Nothing is copied, and
     afterwards the model is what it was.
+
+    `calibrate` runs two small micro-steps of each precision and checkpointing for real, on a model that lies on
+    `device` with its values, and so learns what operators take for themselves while they run.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class Predictor:
         gpu: str | None = None,
         batch_dims: Any = None,
         max_grad_norm: float | None = None,
+        calibrate: bool = False,
     ) -> None:
         self._device = _traced_device(device, gpu)
         options = LossOptions(
@@ -78,7 +87,8 @@ class Predictor:
             max_grad_norm=max_grad_norm,
         )
         self._gpu = find_gpu(gpu) if gpu is not None else REFERENCES[self._device.type]
-        self._traces = Traces(self.subject)
+        self._calibrate = calibrate
+        self._traces = Traces(self.subject, calibrate=calibrate)
         self._lines: dict[tuple[_Kind, int], Line] = {}
         self._masks: dict[tuple[Precision, bool], Masks | None] = {}
         self._selective: tuple[str, ...] = ()
@@ -89,15 +99,27 @@ class Predictor:
         The first candidate of a precision and checkpointing takes a few traces, every other one milliseconds. Raises
         UntraceableError, for that line at once from then on, when the step needs values or the device.
         """
-        sized, notes = self._sized(candidate, samples or candidate.micro_batch_size * candidate.accumulation_steps)
+        sized, notes = self._sized(candidate, samples)
         cuda = self._device.type == "cuda"
         return describe(
             sized,
             candidate=candidate,
             device=str(self._device),
             context_bytes=CUDA_CONTEXT_BYTES if cuda else 0,
-            notes=(_CUDA_BLIND_SPOT if cuda else _CPU_BLIND_SPOT, *notes),
+            notes=(self._blind_spot(), *notes),
         )
+
+    def sized(self, candidate: Candidate, *, samples: int | None = None) -> SizedTrace:
+        """What `predict` reads its answer off: births and deaths of storages, and their bytes."""
+        return self._sized(candidate, samples)[0]
+
+    def peaks(self, candidate: Candidate, *, samples: int | None = None, cap_bytes: int | None = None) -> Peaks:
+        """What the step reaches under a cap on the allocator, and whether it runs through: less than `predict` says."""
+        return replay(allocator_events(self.sized(candidate, samples=samples)), cap_bytes)
+
+    def needed_bytes(self, candidate: Candidate, *, samples: int | None = None) -> int:
+        """The smallest cap on the allocator under which the step runs through; it takes several replays to find."""
+        return fit_threshold(allocator_events(self.sized(candidate, samples=samples)))
 
     def observed_blocks(self, blocks: Blocks) -> Blocks:
         """Those of `blocks` that can be recomputed, and selectively, seen in one micro-step without values."""
@@ -134,9 +156,14 @@ class Predictor:
             return None
         return self.masks(candidate.precision, offload="offload" in modes.values())
 
-    def _sized(self, candidate: Candidate, samples: int) -> tuple[SizedTrace, tuple[str, ...]]:
+    def _blind_spot(self) -> str:
+        if self._calibrate:
+            return _LEARNED
+        return _CUDA_BLIND_SPOT if self._device.type == "cuda" else _CPU_BLIND_SPOT
+
+    def _sized(self, candidate: Candidate, samples: int | None) -> tuple[SizedTrace, tuple[str, ...]]:
         """The trace of the candidate's step, and what is to be said about it."""
-        sizes = candidate.split(samples)
+        sizes = candidate.split(samples or candidate.micro_batch_size * candidate.accumulation_steps)
         masks = self._mixed(candidate)
         if masks is not None:
             return masks.at(candidate.checkpointing.modes, sizes), ()
@@ -190,6 +217,7 @@ def predict_memory(
     gpu: str | None = None,
     batch_dims: Any = None,
     max_grad_norm: float | None = None,
+    calibrate: bool = False,
 ) -> MemoryPrediction:
     """Predicts what one candidate needs, from traces of its training step without values; see `Predictor`.
 
@@ -206,6 +234,7 @@ def predict_memory(
         gpu=gpu,
         batch_dims=batch_dims,
         max_grad_norm=max_grad_norm,
+        calibrate=calibrate,
     )
     return predictor.predict(candidate)
 

@@ -17,7 +17,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Category = Literal[
-    "weights", "gradients", "optimizer_states", "buffers", "activations", "inputs", "temporary", "workspaces"
+    "weights",
+    "gradients",
+    "optimizer_states",
+    "buffers",
+    "activations",
+    "inputs",
+    "temporary",
+    "scratch",
+    "workspaces",
 ]
 Phase = Literal["setup", "forward", "backward", "optimizer"]
 
@@ -322,7 +330,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             index = self._born(nbytes, operator)
             self.trace.categories[index] = "workspaces"
         taken = [self._born(nbytes, operator) for nbytes in scratch.passing(operator, args, out)]
-        self.trace.events += [~index for index in taken]
+        for index in taken:
+            self.trace.categories[index] = "scratch"
+            self.trace.events.append(~index)
 
     def _scalar(self, tensor: torch.Tensor) -> bool | int | float:
         """1, so that steps count, masks are full and nothing divides by zero; 0 for whether gradients overflowed."""

@@ -1,8 +1,8 @@
-"""Memory of CUDA operators that a trace cannot see, because it lies neither in their arguments nor in their results."""
+"""Memory of operators that a trace cannot see, because it lies neither in their arguments nor in their results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,6 +24,11 @@ _MATRIX_PRODUCTS = frozenset(
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 _FLASH_TILE = 128
+
+# An operator's name and its arguments, tensors by shape and dtype.
+OperatorKey = tuple[str, Hashable]
+# Bytes that were seen to be taken inside operators.
+Learned = Mapping[OperatorKey, int]
 
 
 def cublas_workspace_bytes(capability: Capability) -> int:
@@ -66,3 +71,38 @@ class CudaScratch:
         if operator is _EFFICIENT_BACKWARD:
             return (4 * prod(args[1].shape[:3]),)
         return ()
+
+
+class LearnedScratch:
+    """What operators took when they ran for real, by `learn_scratch`, beside what `known` says of lasting memory."""
+
+    def __init__(self, learned: Learned, known: CudaScratch | None) -> None:
+        self._learned = learned
+        self._known = known
+        self._operators = {name for (name, _), nbytes in learned.items() if nbytes}
+
+    def lasting(self, operator: Any, phase: Phase) -> Sequence[int]:
+        """As the known model says: what stays is no part of what one operator gives back."""
+        return self._known.lasting(operator, phase) if self._known else ()
+
+    def passing(self, operator: Any, args: Sequence[Any], out: Any) -> Sequence[int]:
+        """Bytes that were seen for this operator on arguments of these shapes; 0 where it was never seen.
+
+        An operator that takes something with any arguments takes 0 with others: the same events come out of all sizes.
+        """
+        if operator.name() not in self._operators:
+            return ()
+        return (self._learned.get(operator_key(operator, args), 0),)
+
+
+def operator_key(operator: Any, args: Any) -> OperatorKey:
+    """What the memory inside an operator is learned by."""
+    return operator.name(), _key_of(args)
+
+
+def _key_of(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key_of, value))
+    return value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else type(value).__name__

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from autofit.candidate import Candidate, Checkpointing
-from autofit.memory import Peaks, fit_threshold, replay
+from autofit.memory import Peaks
 from autofit.predict.line import SIZES
-from autofit.predict.prediction import allocator_events
 from autofit.predict.predictor import Predictor
 from autofit.predict.roofline import step_seconds
 from autofit.predict.traces import shared_precision
@@ -21,7 +20,7 @@ class StepPredictor(Predictor):
 
     def __init__(self, model: nn.Module, sample_batch: Any, *, gpu: str, **options: Any) -> None:
         super().__init__(model, sample_batch, gpu=gpu, **options)
-        self._peaks: dict[tuple[Candidate, int, int], Peaks] = {}
+        self._peaks: dict[tuple[Candidate, int | None, int | None], Peaks] = {}
 
     def step_seconds(self, candidate: Candidate, *, samples: int) -> float:
         """Seconds of an optimizer step of `samples`; of its micro-batches, the mean size counts."""
@@ -36,20 +35,16 @@ class StepPredictor(Predictor):
             seconds += len(sizes) * masks.cost(candidate.checkpointing.modes, mean, self._clock(candidate))
         return seconds
 
-    def peaks(self, candidate: Candidate, *, samples: int, cap_bytes: int) -> Peaks:
-        """What the step of `samples` reaches under a cap on the allocator, and whether it runs through."""
+    def peaks(self, candidate: Candidate, *, samples: int | None = None, cap_bytes: int | None = None) -> Peaks:
+        """As of `Predictor`, kept."""
         key = candidate.model_copy(update={"precision": shared_precision(candidate.precision)}), samples, cap_bytes
         if key not in self._peaks:
-            self._peaks[key] = replay(allocator_events(self._sized(candidate, samples)[0]), cap_bytes)
+            self._peaks[key] = super().peaks(candidate, samples=samples, cap_bytes=cap_bytes)
         return self._peaks[key]
-
-    def needed_bytes(self, candidate: Candidate, *, samples: int) -> int:
-        """The smallest cap on the allocator under which the step of `samples` runs through."""
-        return fit_threshold(allocator_events(self._sized(candidate, samples)[0]))
 
     def _work(self, candidate: Candidate, samples: int) -> Work:
         sizes = candidate.split(samples)
-        self._sized(candidate, samples)
+        self.sized(candidate, samples=samples)
         known = {
             size: traced.log.work(traced.trace)
             for size, traced in self._traces.made(candidate.precision, candidate.checkpointing).items()

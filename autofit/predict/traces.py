@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from autofit.candidate import Candidate, Checkpointing, Precision
+from autofit.predict.calibration import learn_scratch
+from autofit.predict.line import SIZES
 from autofit.predict.recorder import Trace
+from autofit.predict.scratch import Learned, OperatorKey
 from autofit.predict.tracing import Subject, trace_step
 from autofit.predict.work import WorkLog
 from autofit.step.checkpointing import fills_cache
+
+logger = logging.getLogger(__name__)
 
 
 def shared_precision(precision: Precision) -> Precision:
@@ -28,10 +34,16 @@ class Traced:
 
 
 class Traces:
-    """Traces by precision, checkpointing and micro-batch size. `blocks` may be followed."""
+    """Traces by precision, checkpointing and micro-batch size. `blocks` may be followed.
 
-    def __init__(self, subject: Subject) -> None:
+    With `calibrate` two small micro-steps of each precision and checkpointing run for real before the first trace.
+    """
+
+    def __init__(self, subject: Subject, *, calibrate: bool = False) -> None:
         self.subject = subject
+        self._calibrate = calibrate
+        self._learned: dict[OperatorKey, int] = {}
+        self._calibrated: set[tuple[Precision, Checkpointing]] = set()
         self.blocks: tuple[str, ...] = ()
         self._made: dict[_Key, Traced] = {}
 
@@ -46,10 +58,26 @@ class Traces:
             candidate = Candidate(
                 micro_batch_size=samples, accumulation_steps=2, precision=precision, checkpointing=checkpointing
             )
+            logger.info("tracing %s without values, with %d samples", candidate, samples)
             log = WorkLog(self.subject.device)
-            trace = trace_step(self.subject, candidate, watch=log, blocks=self.blocks if followed else ())
+            trace = trace_step(
+                self.subject,
+                candidate,
+                watch=log,
+                blocks=self.blocks if followed else (),
+                learned=self._learn(candidate),
+            )
             self._made[key] = Traced(trace, log)
         return self._made[key]
+
+    def _learn(self, candidate: Candidate) -> Learned | None:
+        """What operators take inside, with the sizes that lines are traced at."""
+        if not self._calibrate:
+            return None
+        if (kind := (candidate.precision, candidate.checkpointing)) not in self._calibrated:
+            self._learned.update(learn_scratch(self.subject, candidate, SIZES))
+            self._calibrated.add(kind)
+        return self._learned
 
     def made(self, precision: Precision, checkpointing: Checkpointing) -> dict[int, Traced]:
         """The traces there are already, by micro-batch size."""

@@ -20,7 +20,7 @@ from autofit.gpus import Capability
 from autofit.loss.forms import Loss
 from autofit.predict.failures import UntraceableError
 from autofit.predict.recorder import Recorder, Trace, Watch
-from autofit.predict.scratch import CudaScratch
+from autofit.predict.scratch import CudaScratch, Learned, LearnedScratch
 from autofit.predict.shadow import OptimizerLike, Shadow, fake_batch, untouched
 from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
@@ -50,14 +50,18 @@ def following(
     capability: Capability,
     watch: Watch | None = None,
     holds: bool = False,
+    learned: Learned | None = None,
 ) -> Iterator[tuple[Recorder, Shadow]]:
     """Inside, `model` has no values and everything that runs is recorded; afterwards it is what it was.
 
-    With `holds` the trace tells apart what else holds a storage and that backward needs it (`Trace.ends`). Raises
-    UntraceableError, from the original error, when something inside needs values or a device.
+    With `holds` the trace tells apart what else holds a storage and that backward needs it (`Trace.ends`). `learned` is
+    what operators were seen to take inside when they ran on the device. Raises UntraceableError, from the original
+    error, when something inside needs values or a device.
     """
     cuda = device.type == "cuda"
-    recorder = Recorder(device, scratch=CudaScratch(capability) if cuda else None, watch=watch)
+    known = CudaScratch(capability) if cuda else None
+    scratch = known if learned is None else LearnedScratch(learned, known)
+    recorder = Recorder(device, scratch=scratch, watch=watch)
     saved = SavedTensors(recorder.saved, stand_in=recorder.stand_in) if holds else SavedTensors(recorder.saved)
     engine = PythonEngine(saved, on_node=recorder.enter_node, in_place=cuda)
     shadow = Shadow(device)
@@ -93,7 +97,12 @@ def _explaining(recorder: Recorder) -> Iterator[None]:
 
 
 def trace_step(
-    subject: Subject, candidate: Candidate, *, watch: Watch | None = None, blocks: tuple[str, ...] = ()
+    subject: Subject,
+    candidate: Candidate,
+    *,
+    watch: Watch | None = None,
+    blocks: tuple[str, ...] = (),
+    learned: Learned | None = None,
 ) -> Trace:
     """Two optimizer steps of `candidate`: one of one micro-batch, which makes the optimizer's state, and a full one.
 
@@ -101,7 +110,9 @@ def trace_step(
     so on, by the position in the batch, and `optimizer`. `blocks` are followed: the trace says when each runs.
     """
     model = subject.model
-    with following(model, device=subject.device, capability=subject.capability, watch=watch, holds=bool(blocks)) as (
+    with following(
+        model, device=subject.device, capability=subject.capability, watch=watch, holds=bool(blocks), learned=learned
+    ) as (
         recorder,
         shadow,
     ):

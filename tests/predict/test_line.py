@@ -22,7 +22,10 @@ class Traces:
     def __call__(self, samples: int) -> Trace:
         self.made.append(samples)
         return Trace(
-            events=list(range(len(self.sizes))), sizes=[size(samples) for size in self.sizes], marks=list(self.marks)
+            events=list(range(len(self.sizes))),
+            sizes=[size(samples) for size in self.sizes],
+            categories=["temporary"] * len(self.sizes),
+            marks=list(self.marks),
         )
 
 
@@ -72,6 +75,6 @@ def test_sizes_that_only_the_line_cannot_do() -> None:
     def trace(samples: int) -> Trace:
         if samples % 2:
             raise UntraceableError("odd")
-        return Trace(events=[0], sizes=[samples])
+        return Trace(events=[0], sizes=[samples], categories=["temporary"])
 
     assert Line(trace).at(4, 4).sizes == [4]

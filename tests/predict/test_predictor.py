@@ -125,7 +125,7 @@ def test_one_line_answers_every_micro_batch() -> None:
     for size, steps in ((16, 1), (37, 3)):
         candidate = Candidate(micro_batch_size=size, accumulation_steps=steps)
         predicted = line.predict(candidate)
-        traced = trace_step(line._subject, candidate)
+        traced = trace_step(line.subject, candidate)
         peaks = replay(allocator_events(SizedTrace(traced, traced.sizes)))
         assert (predicted.peak_allocated_bytes, predicted.peak_reserved_bytes) == (
             peaks.peak_allocated_bytes,
