@@ -124,11 +124,11 @@ def cifar() -> tuple[nn.Module, Any]:
 
 
 WOVEN: dict[str, Build] = {
-    "ResNet-50": partial(images, torchvision.models.resnet50, 64),
-    "Swin-T": partial(images, torchvision.models.swin_t, 64),
     "U-Net": unet,
     "GPT-2, 4 layers": partial(gpt2, 4),
     "T5, 3 + 3 layers": t5,
+    "ResNet-50": partial(images, torchvision.models.resnet50, 64),
+    "Swin-T": partial(images, torchvision.models.swin_t, 64),
 }
 SOLVED: dict[str, Build] = {
     "U-Net, 4 blocks": unet,
