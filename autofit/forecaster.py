@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.budget import Budget, predicted_budget
-from autofit.candidate import NUMERIC_CHANGE, Candidate, CheckpointingMode, SearchSpace
+from autofit.candidate import NUMERIC_CHANGE, Candidate, Checkpointing, CheckpointingMode, SearchSpace
 from autofit.checks import check_call
 from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
@@ -162,7 +162,6 @@ class _Outlook:
         """
         fitting: list[Candidate] = []
         beyond: list[Candidate] = []
-        plain: set[tuple[int, str]] = set()
         for line in _lines(choices):
             try:
                 # Memory grows along a line.
@@ -170,24 +169,32 @@ class _Outlook:
             except UntraceableError as error:
                 self._untraceable[f"{line[0].precision}, checkpointing {line[0].checkpointing}"] = error
                 continue
-            fitting += self._with_masks(line[:count], plain)
+            fitting += self._with_masks(line[:count], fitting)
             beyond += line[count : count + 1]
         if not fitting and not beyond:
             raise next(iter(self._untraceable.values()))
         predicted = [self._predicted(candidate) for candidate in sorted(fitting, key=self._merit)]
         return [*predicted, *sorted(map(self._over_budget, beyond), key=lambda t: t.predicted_peak_bytes or 0)]
 
-    def _with_masks(self, line: Sequence[Candidate], plain: set[tuple[int, str]]) -> Iterator[Candidate]:
-        """The line, where the step does not fit without recomputation with as little of it as fits."""
+    def _with_masks(self, line: Sequence[Candidate], fitting: Sequence[Candidate]) -> list[Candidate]:
+        """The line, where that could be the fastest plan with as little recomputation as fits.
+
+        Without any the same split would be faster still: where even that would not beat a plain candidate that fits, or
+        is one, the question need not be asked.
+        """
+        if (line and line[0].checkpointing.mode == "none") or not self._modes:
+            return list(line)
+        plain = [candidate for candidate in fitting if candidate.checkpointing.mode == "none"]
+        best = min(map(self._seconds, plain), default=math.inf)
+        result = []
         for candidate in line:
-            split = candidate.micro_batch_size, candidate.precision
-            if candidate.checkpointing.mode == "none":
-                plain.add(split)
-            elif self._modes and split not in plain:
+            bound = candidate.model_copy(update={"checkpointing": Checkpointing()})
+            if bound not in plain and self._seconds(bound) < best * (1 - TIE_SHARE):
                 modes = {*self._modes, candidate.checkpointing.mode}
                 found = self._predictor.solve(candidate, samples=self._samples, cap_bytes=self._cap, modes=modes)
                 candidate = found or candidate
-            yield candidate
+            result.append(candidate)
+        return result
 
     def _predicted(self, candidate: Candidate) -> Trial:
         seconds, peaks = self._seconds(candidate), self._peaks(candidate)
@@ -226,11 +233,11 @@ class _Outlook:
 
 
 def _lines(choices: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """The candidates of each precision and checkpointing, by micro-batch."""
+    """The candidates of each precision and checkpointing, by micro-batch; plain ones come first."""
 
     def line(candidate: Candidate) -> tuple[int, int]:
         mode = candidate.checkpointing.mode
-        return NUMERIC_CHANGE[candidate.precision], ("none", mode, "offload").index(mode)
+        return ("none", mode, "offload").index(mode), NUMERIC_CHANGE[candidate.precision]
 
     for _, group in groupby(sorted(choices, key=lambda c: (line(c), c.micro_batch_size)), key=line):
         yield list(group)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, computed_field, model_validator
 
 from autofit.candidate import Candidate, FrozenModel
 from autofit.memory import Event, fit_threshold, replay
@@ -63,7 +65,6 @@ class MemoryPrediction(FrozenModel):
     peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    fit_threshold_bytes: int
     device_bytes: int
     context_bytes: int
     breakdown: Breakdown
@@ -72,6 +73,37 @@ class MemoryPrediction(FrozenModel):
     module: str
     timeline: tuple[TimelinePoint, ...]
     notes: tuple[str, ...] = ()
+
+    _sized: SizedTrace | None = PrivateAttr(None)
+    _threshold: int | None = PrivateAttr(None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: ModelWrapValidatorHandler[MemoryPrediction]) -> MemoryPrediction:
+        """A prediction that was written down knows its threshold already."""
+        threshold = None
+        if isinstance(data, dict):
+            data = dict(data)
+            threshold = data.pop("fit_threshold_bytes", None)
+        made = handler(data)
+        if threshold is not None:
+            made._threshold = int(threshold)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryPrediction) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return hash((self.candidate, self.peak_allocated_bytes, self.peak_reserved_bytes))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def fit_threshold_bytes(self) -> int:
+        """Found when it is asked for: it takes several replays."""
+        if self._threshold is None:
+            assert self._sized is not None
+            self._threshold = fit_threshold(allocator_events(self._sized))
+        return self._threshold
 
     @property
     def bottleneck(self) -> str:
@@ -99,13 +131,12 @@ def describe(
     breakdown = _breakdown(sized, at)
     breakdown["rounding"] = max(peaks.peak_allocated_bytes - sum(breakdown.values()), 0)
     last = sized.trace.events[at]
-    return MemoryPrediction(
+    prediction = MemoryPrediction(
         candidate=candidate,
         device=device,
         peak_requested_bytes=peaks.peak_requested_bytes,
         peak_allocated_bytes=peaks.peak_allocated_bytes,
         peak_reserved_bytes=peaks.peak_reserved_bytes,
-        fit_threshold_bytes=fit_threshold(events),
         device_bytes=peaks.peak_reserved_bytes + context_bytes,
         context_bytes=context_bytes,
         breakdown=Breakdown(**breakdown),
@@ -115,6 +146,8 @@ def describe(
         timeline=_timeline(sized, used),
         notes=(*notes, *sized.trace.notes),
     )
+    prediction._sized = sized
+    return prediction
 
 
 def allocator_events(sized: SizedTrace) -> list[Event]:

@@ -87,7 +87,7 @@ def _modes(model: nn.Module, checkpointing: Checkpointing) -> dict[str, Checkpoi
     """The mode of each block by its own name, in order of registration; of nested blocks, the outermost."""
     if checkpointing.mode == "none":
         return {}
-    asked = checkpointing.modes or dict.fromkeys(discover_blocks(model).names, checkpointing.mode)
+    asked = checkpointing.modes or dict.fromkeys(_discovered(model, checkpointing.mode), checkpointing.mode)
     if not asked:
         raise ConfigError(
             f"checkpointing '{checkpointing.mode}' needs blocks, and {type(model).__name__} has no part "
@@ -96,8 +96,25 @@ def _modes(model: nn.Module, checkpointing: Checkpointing) -> dict[str, Checkpoi
     found: dict[str, CheckpointingMode] = {}
     for pattern, mode in asked.items():
         for target in resolve(model, (pattern,)):
+            if mode == "selective" and _is_recurrent(target):
+                raise ConfigError(
+                    f"The block {target.name!r} has recurrent layers, which write over the products that mode "
+                    "'selective' would keep. Recompute it in mode 'full'."
+                )
             found.setdefault(target.name, mode)
     return {target.name: found[target.name] for target in resolve(model, tuple(asked))}
+
+
+def _discovered(model: nn.Module, mode: CheckpointingMode) -> Sequence[str]:
+    names = discover_blocks(model).names
+    if mode != "selective" or not names:
+        return names
+    return [target.name for target in resolve(model, names) if not _is_recurrent(target)]
+
+
+def _is_recurrent(target: Target) -> bool:
+    kinds = (nn.RNNBase, nn.RNNCellBase)
+    return any(isinstance(module, kinds) for top in target.modules for module in top.modules())
 
 
 def _targets(model: nn.Module, modes: Mapping[str, CheckpointingMode], spans: Spans | None) -> list[Target]:
