@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from autofit.candidate import Candidate, CheckpointingMode
 from autofit.oom import guarded
@@ -16,24 +19,36 @@ from autofit.step.blocks import Blocks
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Foresight:
     """Predictions of one tuning. Where the step cannot be traced it has none, and `notes` say what stopped it.
 
-    `predictor` is None for devices that cannot be predicted.
+    `predictor` is None for devices that cannot be predicted, `cap_bytes` is the cap on the allocator. After `deadline`,
+    by the monotonic clock, nothing new is predicted or solved.
     """
 
-    def __init__(self, predictor: Predictor | None, *, samples: int) -> None:
+    def __init__(
+        self, predictor: Predictor | None, *, samples: int, cap_bytes: int, deadline: float | None = None
+    ) -> None:
         self._predictor = predictor
         self._samples = samples
-        self._known: dict[Candidate, MemoryPrediction | None] = {}
+        self._cap = cap_bytes
+        self._deadline = math.inf if deadline is None else deadline
+        self._needed: dict[Candidate, int | None] = {}
         self._solved: dict[Candidate, Candidate] = {}
         self._obstacles: dict[str, None] = {}
 
     def needed_bytes(self, candidate: Candidate) -> int | None:
         """The smallest cap under which the candidate should not run out; None where that is unknown."""
-        prediction = self._predict(candidate)
-        return prediction.fit_threshold_bytes if prediction else None
+        if candidate not in self._needed:
+            if time.monotonic() >= self._deadline:
+                return None
+            self._needed[candidate] = self._ask(
+                candidate, lambda predictor: predictor.needed_bytes(candidate, samples=self._samples)
+            )
+        return self._needed[candidate]
 
     def watch(self, blocks: Blocks) -> Blocks:
         """The blocks, with those that may keep their products, as one micro-step without values shows."""
@@ -56,6 +71,8 @@ class Foresight:
         if self._predictor is None or cap_bytes is None or not modes or candidate.checkpointing.mode == "none":
             return candidate
         if candidate not in self._solved:
+            if time.monotonic() >= self._deadline:
+                return candidate
             modes = {*modes, candidate.checkpointing.mode}
             solve = partial(self._predictor.solve, samples=self._samples, cap_bytes=cap_bytes, modes=modes)
             found, failure = guarded(lambda: solve(candidate))
@@ -66,13 +83,20 @@ class Foresight:
 
     def bottleneck(self, candidate: Candidate) -> str:
         """What takes the candidate's memory, as predicted; empty where that is unknown."""
-        prediction = self._predict(candidate)
+        prediction: MemoryPrediction | None = self._ask(
+            candidate, lambda predictor: predictor.predict(candidate, samples=self._samples)
+        )
         return f" Predicted: {prediction.bottleneck}" if prediction else ""
 
     def annotate(self, trial: Trial) -> Trial:
-        """The trial with the reserved peak that was predicted for it."""
-        prediction = self._predict(trial.candidate)
-        predicted = prediction.peak_reserved_bytes if prediction else None
+        """The trial with the reserved peak predicted under the cap; where it should not fit, with what it needs."""
+        candidate = trial.candidate
+        peaks = self._ask(
+            candidate, lambda predictor: predictor.peaks(candidate, samples=self._samples, cap_bytes=self._cap)
+        )
+        if peaks is None:
+            return trial
+        predicted = peaks.peak_reserved_bytes if peaks.fits else self.needed_bytes(candidate)
         return trial.model_copy(update={"predicted_peak_bytes": predicted})
 
     def notes(self, trials: Sequence[Trial]) -> tuple[str, ...]:
@@ -90,18 +114,14 @@ class Foresight:
             )
         return tuple(found)
 
-    def _predict(self, candidate: Candidate) -> MemoryPrediction | None:
-        if self._predictor is None:
-            return None
-        if candidate not in self._known:
-            self._known[candidate] = self._trace(self._predictor, candidate)
-        return self._known[candidate]
-
-    def _trace(self, predictor: Predictor, candidate: Candidate) -> MemoryPrediction | None:
+    def _ask(self, candidate: Candidate, question: Callable[[Predictor], T]) -> T | None:
         """A prediction is a help and never a condition: whatever stops it, trials go on without."""
-        prediction, failure = guarded(lambda: predictor.predict(candidate, samples=self._samples))
+        predictor = self._predictor
+        if predictor is None:
+            return None
+        answer, failure = guarded(lambda: question(predictor))
         if failure is not None:
             known = isinstance(failure.error, UntraceableError)
             self._obstacles.setdefault(str(failure.error) if known else failure.message)
             logger.info("no prediction for %s: %s", candidate, failure.message)
-        return prediction
+        return answer

@@ -90,7 +90,12 @@ def tune(
         loss_options=options,
     ) as ready:
         setup = ready.setup
-        foresight = Foresight(_predictor(setup, optimizer), samples=target_batch)
+        foresight = Foresight(
+            _predictor(setup, optimizer),
+            samples=target_batch,
+            cap_bytes=ready.allowance.cap_bytes,
+            deadline=None if timeout is None else began + timeout,
+        )
         tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
         return tuning.run(
@@ -189,6 +194,8 @@ class _Tuning:
 
     def _evaluate(self, candidate: Candidate, *, deadline: float | None) -> Trial:
         """One trial, with the least recomputation that fits; the search knows it by the candidate that it proposed."""
+        if deadline is not None and self.trials and time.monotonic() >= deadline:  # predicting took the rest
+            return Trial(number=0, candidate=candidate, outcome="not_run", message="the time was up")
         cap, modes = self.allowance.cap_bytes, mask_modes(self.space)
         solved = self.foresight.solved(candidate, cap_bytes=cap, modes=modes)
         return self.foresight.annotate(run_trial(solved, self.setup, deadline=deadline))

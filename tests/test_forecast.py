@@ -148,3 +148,18 @@ def test_a_step_that_needs_values_names_the_operator() -> None:
 
     with pytest.raises(UntraceableError, match="unique"):
         autofit.forecast(Unique(8, 4), (torch.randn(4, 8), torch.randn(4, 4)), target_batch=8, gpu="T4")
+
+
+def test_a_line_that_cannot_be_traced_is_left_out_and_said() -> None:
+    """Here it is bfloat16; float32 is forecast as ever."""
+
+    class FloatOnly(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if out.dtype == torch.float32 else out * out.unique().shape[0]
+
+    space = autofit.SearchSpace(precision=["float32", "bfloat16"], checkpointing="none")
+    batch = torch.randn(4, 8), torch.randn(4, 4)
+    plan = autofit.forecast(FloatOnly(8, 4), batch, target_batch=8, gpu="RTX 3060", space=space)
+    assert {trial.candidate.precision for trial in plan.trials} == {"float32"}
+    assert any(note.startswith("Not predicted: bfloat16") and "unique" in note for note in plan.notes)
