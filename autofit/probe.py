@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from autofit.candidate import Candidate
@@ -10,6 +11,8 @@ from autofit.loss import check_weighting, resolve_loss, resolve_weighting
 from autofit.oom import Failure, guarded
 from autofit.step.blocks import Blocks, discover_blocks, keep_checkpointable, observe_calls
 from autofit.trial import TrialSetup
+
+logger = logging.getLogger(__name__)
 
 # Above this the loss or the gradient of a whole batch is not the weighted sum of its parts': rounding is below, also
 # that of TF32 convolutions.
@@ -116,8 +119,10 @@ def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
         _raise(failure, setup)
     notes = [weighting.describe()]
     if failure is None and difference is not None and difference > SEPARABLE_TOLERANCE:
-        notes.append(
+        mismatch = (
             f"The loss or gradient of a whole batch differs by {difference:.1%} from that of its micro-batches, so "
             "accumulated gradients are not the full batch's. Pass loss_weight= to say how micro-batches weigh."
         )
+        logger.warning("%s", mismatch)
+        notes.append(mismatch)
     return tuple(notes)

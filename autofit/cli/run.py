@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from autofit.cli.models import Workload, load_workload
 from autofit.cli.progress import TrialProgress, say
 from autofit.device import resolve_device
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
-from autofit.plan import Plan
+from autofit.plan import Plan, Trial, best_trial
 from autofit.report.text import report, report_text
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,9 +81,30 @@ def _tune(request: Request) -> Plan:
         f"autofit: {request.model} ({workload.description}) on {device}, "
         f"{arguments['target_batch']} samples per optimizer step",
     )
-    with TrialProgress(console) as progress:
-        plan = autofit.tune(workload.model, workload.sample_batch, on_trial=progress.on_trial, **arguments)
+    trials: list[Trial] = []
+    try:
+        with TrialProgress(console) as progress:
+
+            def on_trial(trial: Trial) -> None:
+                trials.append(trial)
+                progress.on_trial(trial)
+
+            plan = autofit.tune(workload.model, workload.sample_batch, on_trial=on_trial, **arguments)
+    except KeyboardInterrupt:
+        say(console, _interrupted(trials))
+        raise
     return plan.model_copy(update={"notes": (*plan.notes, *notes)})
+
+
+def _interrupted(trials: Sequence[Trial]) -> str:
+    best = best_trial(trials)
+    if best is None:
+        return f"autofit: interrupted after {len(trials)} trials, of which none fits"
+    rate, peak = best.samples_per_second or 0.0, format_bytes(best.peak_reserved_bytes or 0)
+    return (
+        f"autofit: interrupted after {len(trials)} trials; the fastest so far: {best.candidate}, {rate:.3g} samples/s "
+        f"at {peak}. With --storage the same command goes on from here."
+    )
 
 
 def merged_arguments(request: Request, workload: Workload) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -89,7 +90,8 @@ class Predictor:
         self._gpu = find_gpu(gpu) if gpu is not None else REFERENCES[self._device.type]
         self._calibrate = calibrate
         self._traces = Traces(self.subject, calibrate=calibrate)
-        self._lines: dict[tuple[_Kind, int], Line] = {}
+        self._lines: dict[_Kind, Line] = {}
+        self._cut: dict[int, tuple[Trace, Trace]] = {}
         self._masks: dict[tuple[Precision, bool], Masks | None] = {}
         self._selective: tuple[str, ...] = ()
 
@@ -168,18 +170,24 @@ class Predictor:
         if masks is not None:
             return masks.at(candidate.checkpointing.modes, sizes), ()
         line = self._line(candidate)
-        return line.at(sizes[0], sizes[min(1, len(sizes) - 1)]), line.notes
+        sized = line.at(sizes[0], sizes[min(1, len(sizes) - 1)])
+        return (sized if len(sizes) > 1 else replace(sized, trace=self._alone(sized.trace))), line.notes
+
+    def _alone(self, trace: Trace) -> Trace:
+        """The step without accumulation, cut out of one that accumulates; kept, for all sizes of a line share it."""
+        kept = self._cut.get(id(trace))
+        if kept is None or kept[0] is not trace:
+            kept = self._cut[id(trace)] = trace, without_second(trace)
+        return kept[1]
 
     def _line(self, candidate: Candidate) -> Line:
         kind = shared_precision(candidate.precision), candidate.checkpointing
-        key = kind, min(candidate.accumulation_steps, 2)
-        if key not in self._lines:
-            self._lines[key] = Line(partial(self._trace, *key))
-        return self._lines[key]
+        if kind not in self._lines:
+            self._lines[kind] = Line(partial(self._trace, kind))
+        return self._lines[kind]
 
-    def _trace(self, kind: _Kind, steps: int, samples: int) -> Trace:
-        trace = self._traces.step(*kind, samples).trace
-        return trace if steps == 2 else without_second(trace)
+    def _trace(self, kind: _Kind, samples: int) -> Trace:
+        return self._traces.step(*kind, samples).trace
 
     def masks(self, precision: Precision, *, offload: bool = False) -> Masks | None:
         """The masks over the blocks that are followed; None where there are none, or they cannot be put together."""
