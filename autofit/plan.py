@@ -47,7 +47,7 @@ class Trial(FrozenModel):
     """One candidate, tried. What was not measured is None.
 
     `step_seconds` is one whole optimizer step, composed as accumulation_steps × micro-step + optimizer step from
-    micro-steps and optimizer steps timed apart.
+    micro-steps and optimizer steps timed apart; in the finals, the steps that were run in turn with others.
     `peak_reserved_bytes` is the figure that is held against the allocator cap.
     """
 
