@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.budget import Budget
+from autofit.cache import PlanCache
 from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
 from autofit.device import DeviceInfo
@@ -57,6 +59,7 @@ def tune(
     storage: str | None = None,
     study_name: str | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Finds the fastest training step of exactly `target_batch` samples that stays within the memory budget.
 
@@ -70,7 +73,8 @@ def tune(
     loss is a sum; by default a mean over samples. `optimizer`: one that exists, a callable of the parameters, or AdamW.
     `budget`: `"8GiB"`, bytes, a fraction such as 0.9, or what is free now. `max_trials` and `timeout` (seconds) bound
     the search. `storage`: an Optuna storage URL, so that a killed run goes on where it stopped. `on_trial` is called
-    with each trial as it ends.
+    with each trial as it ends. `cache`: a folder of plans. The same request for the same model on the same device and
+    versions gets its plan back after one whole step that confirms it; see `autofit.cache`.
 
     Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
     """
@@ -92,6 +96,11 @@ def tune(
         loss_options=options,
     ) as ready:
         setup = ready.setup
+        request = {"target_batch": target_batch, "budget": budget, "space": (space or SearchSpace()).model_dump()}
+        request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed}
+        kept = None if cache is None else PlanCache(cache, ready, request)
+        if kept is not None and (plan := kept.confirmed()) is not None:
+            return plan
         foresight = Foresight(
             _predictor(setup, optimizer),
             samples=target_batch,
@@ -100,9 +109,12 @@ def tune(
         )
         tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
-        return tuning.run(
+        plan = tuning.run(
             max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
         )
+        if kept is not None:
+            kept.save(plan)
+        return plan
 
 
 def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:

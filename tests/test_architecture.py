@@ -51,6 +51,7 @@ LAYERS = {
     "space": 8.5,
     "checks": 8.5,
     "environment": 8.5,
+    "fingerprint": 8.5,
     "foresight": 8.5,
     "probe": 8.5,
     "fidelity": 8.5,
