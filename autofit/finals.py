@@ -87,7 +87,7 @@ class Finals:
         return best
 
     def _measure_in_turn(self, finalists: Sequence[Trial]) -> None:
-        samples, failure = guarded(partial(_in_turn, [t.candidate for t in finalists], self._setup))
+        samples, failure = guarded(partial(measure_in_turn, [t.candidate for t in finalists], self._setup))
         self._setup.recover()
         if samples is None:
             logger.info("the finals were not held: %s", failure.message if failure else "")
@@ -119,7 +119,7 @@ def _rate(trial: Trial) -> float:
     return trial.samples_per_second or 0.0
 
 
-def _in_turn(candidates: Sequence[Candidate], setup: TrialSetup) -> list[list[float]]:
+def measure_in_turn(candidates: Sequence[Candidate], setup: TrialSetup) -> list[list[float]]:
     """Seconds of the steps of each candidate, measured A B C A B C; one optimizer, whose state they share."""
     optimizer = setup.make_optimizer()
     lanes = [_Lane(candidate, setup, optimizer) for candidate in candidates]

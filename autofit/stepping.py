@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autofit.step.accumulation import Part
@@ -60,8 +62,13 @@ def _is_not_finite(gradient: torch.Tensor | None) -> bool:
 
 
 def resident(step: TrainStep) -> Iterator[torch.Tensor]:
-    """What is on the device before the first micro-batch: parameters, buffers, and the optimizer's state."""
-    yield from step.model.parameters()
-    yield from step.model.buffers()
-    for state in step.optimizer.state.values():
+    """What is on the device before the first micro-batch of a step."""
+    return resident_tensors(step.model, step.optimizer)
+
+
+def resident_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and the optimizer's state."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for state in optimizer.state.values():
         yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))

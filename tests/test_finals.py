@@ -58,7 +58,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> InTurn:
             calls.append(candidates)
             return [[seconds[c.micro_batch_size]] * 6 for c in candidates]
 
-        monkeypatch.setattr(autofit.finals, "_in_turn", measured)
+        monkeypatch.setattr(autofit.finals, "measure_in_turn", measured)
         return calls
 
     return install
@@ -116,7 +116,7 @@ def test_turns_are_taken(setup: TrialSetup) -> None:
     before = FullState(setup.model)
     sizes: list[int] = []
     handle = setup.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    samples = autofit.finals._in_turn([candidate(12), candidate(4)], setup)
+    samples = autofit.finals.measure_in_turn([candidate(12), candidate(4)], setup)
     handle.remove()
     setup.recover()
     runs = [size for number, size in enumerate(sizes) if number == 0 or size != sizes[number - 1]]
@@ -131,7 +131,7 @@ def test_finals_that_fail_change_nothing(setup: TrialSetup, monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(autofit.finals, "_in_turn", fail)
+    monkeypatch.setattr(autofit.finals, "measure_in_turn", fail)
     trials = [timed(0, 12, 1.0), timed(1, 6, 1.02)]
     finals = Finals(trials, setup)
     assert finals.winner() is not None
