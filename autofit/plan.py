@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -47,7 +48,7 @@ class Trial(FrozenModel):
     """One candidate, tried. What was not measured is None.
 
     `step_seconds` is one whole optimizer step, composed as accumulation_steps × micro-step + optimizer step from
-    micro-steps and optimizer steps timed apart.
+    micro-steps and optimizer steps timed apart; in the finals, the steps that were run in turn with others.
     `peak_reserved_bytes` is the figure that is held against the allocator cap.
     """
 
@@ -283,6 +284,11 @@ def best_trial(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _noise(trial: Trial) -> float:
-    """Half the interquartile range as a share of the median: how far the median itself may be off. At most 5 %."""
+    """How far the medians of two trials like this one differ by chance, as a share; at most 5 %.
+
+    The standard error of a median is 1.25 σ / √n, σ being the interquartile range / 1.35; √2 of it for a difference.
+    """
     seconds = trial.step_seconds
-    return min(seconds.iqr / seconds.median / 2, 0.05) if seconds and seconds.median else 0.0
+    if not seconds or not seconds.median:
+        return 0.0
+    return min(1.3 * seconds.iqr / seconds.median / math.sqrt(len(seconds.samples)), 0.05)

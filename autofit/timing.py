@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # A sample shorter than this would measure the clock and the synchronisation rather than the work.
@@ -15,6 +15,8 @@ MAX_SAMPLES = 9
 # Enough of it: short steps are sampled for at least so long, long ones for no longer than they must.
 ENOUGH_SECONDS = 0.5
 PATIENCE_SECONDS = 6.0
+# The first round alone has to miss what can still win by this factor more, since nothing confirms it.
+FIRST_ROUND_DOUBT = 1.25
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,13 @@ def measure_rounds(
     accumulation_steps: int,
     synchronize: Callable[[], None],
     deadline: float | None = None,
+    hopeless_seconds: float | None = None,
 ) -> list[Round]:
     """Rounds of micro-steps and one optimizer step, repeated until two in a row agree.
 
     Short micro-steps are measured several together, never more than a real accumulation has. `deadline` is a
-    `time.monotonic()` after which no further round begins; at least one round is always measured.
+    `time.monotonic()` after which no further round begins; at least one round is always measured. It ends early when
+    even the fastest round makes a whole step that takes longer than `hopeless_seconds`.
     """
     rounds = [_round(micro_step, optimizer_step, 1 if accumulation_steps == 1 else 2, synchronize)]
     micro_steps = min(accumulation_steps, max(rounds[0].micro_steps, _count_for(rounds[0].micro_step_seconds)))
@@ -56,10 +60,34 @@ def measure_rounds(
     while len(rounds) < MAX_SAMPLES:
         if rounds and deadline is not None and time.monotonic() >= deadline:
             break
+        if hopeless_seconds is not None and is_hopeless(rounds, accumulation_steps, hopeless_seconds):
+            break
         rounds.append(_round(micro_step, optimizer_step, micro_steps, synchronize))
         spent = time.monotonic() - began
         if len(rounds) >= MIN_SAMPLES and spent >= ENOUGH_SECONDS and (_agree(rounds) or spent >= PATIENCE_SECONDS):
             break
+    return rounds
+
+
+def is_hopeless(rounds: Sequence[Round], accumulation_steps: int, hopeless_seconds: float) -> bool:
+    """Whether even the fastest of the rounds makes a whole step longer than `hopeless_seconds`."""
+    limit = hopeless_seconds * (FIRST_ROUND_DOUBT if len(rounds) == 1 else 1)
+    return bool(rounds) and min(r.step_seconds(accumulation_steps) for r in rounds) > limit
+
+
+def repeat_rounds(
+    micro_step: Callable[[], object],
+    optimizer_step: Callable[[], object],
+    *,
+    micro_steps: int,
+    seconds: float,
+    synchronize: Callable[[], None],
+) -> list[Round]:
+    """Rounds of so many micro-steps and one optimizer step, repeated until `seconds` have passed; at least one."""
+    began = time.monotonic()
+    rounds = [_round(micro_step, optimizer_step, micro_steps, synchronize)]
+    while time.monotonic() - began < seconds and len(rounds) < MAX_SAMPLES:
+        rounds.append(_round(micro_step, optimizer_step, micro_steps, synchronize))
     return rounds
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
 from autofit.batch import BatchLayout
 from autofit.batch.nest import leaves
@@ -25,11 +24,9 @@ from autofit.plan import Trial
 from autofit.snapshot import Snapshot
 from autofit.step.accumulation import LossOptions, Part
 from autofit.step.train_step import TrainStep
+from autofit.stepping import check_gradients, resident, step_until_applied
 from autofit.timing import Round, measure_rounds
-from autofit.verdict import UnstableError, failed_trial, judge_memory, measured_trial
-
-# Halved so often, the gradient scale goes from its initial 65536 to below 1: what overflows then is not finite at all.
-SCALER_ATTEMPTS = 20
+from autofit.verdict import failed_trial, hopeless_seconds, judge_memory, measured_trial
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,10 @@ class TrialSetup:
     make_optimizer: OptimizerFactory
     loss_options: LossOptions = field(default_factory=LossOptions)
 
-    def train_step(self, candidate: Candidate) -> TrainStep:
-        """The step that a user would train with, on an optimizer of its own."""
-        return TrainStep(self.model, self.make_optimizer(), candidate, device=self.device, **self.loss_options)
+    def train_step(self, candidate: Candidate, *, optimizer: Optimizer | None = None) -> TrainStep:
+        """The step that a user would train with, on an optimizer of its own unless one is shared."""
+        optimizer = optimizer or self.make_optimizer()
+        return TrainStep(self.model, optimizer, candidate, device=self.device, **self.loss_options)
 
     def batch_of(self, samples: int) -> Any:
         """The sample batch, cut or tiled to so many samples."""
@@ -89,15 +87,18 @@ class TrialSetup:
         synchronize(self.device)
 
 
-def run_trial(candidate: Candidate, setup: TrialSetup, *, deadline: float | None = None) -> Trial:
+def run_trial(
+    candidate: Candidate, setup: TrialSetup, *, deadline: float | None = None, rival: Trial | None = None
+) -> Trial:
     """Runs one candidate at its full micro-batch and says what it took; the number is the caller's to set.
 
     Two optimizer steps are metered, the second with the optimizer's state resident; then micro-steps and optimizer
-    steps are timed. Whatever fails, the model is as it was before. Raises DeviceLostError when the device context is
-    gone.
+    steps are timed. One that is clearly slower than `rival` is dropped after a few micro-steps, as `slower`. Whatever
+    fails, the model is as it was before. Raises DeviceLostError when the device context is gone.
     """
     run = _Run(candidate, setup)
-    rounds, failure = guarded(partial(run.measure, deadline))
+    hopeless = hopeless_seconds(rival)
+    rounds, failure = guarded(partial(run.measure, deadline, hopeless))
     reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
     del run
     setup.recover()
@@ -106,7 +107,13 @@ def run_trial(candidate: Candidate, setup: TrialSetup, *, deadline: float | None
     assert rounds is not None
     assert reading is not None
     return measured_trial(
-        candidate, rounds, reading, samples=setup.samples, cap_bytes=setup.cap_bytes, outside_bytes=outside
+        candidate,
+        rounds,
+        reading,
+        samples=setup.samples,
+        cap_bytes=setup.cap_bytes,
+        outside_bytes=outside,
+        hopeless_seconds=hopeless,
     )
 
 
@@ -148,7 +155,7 @@ def confirm_trial(trial: Trial, setup: TrialSetup) -> Trial:
         name: max(getattr(seen, name), getattr(trial, name) or 0)
         for name in ("peak_reserved_bytes", "peak_allocated_bytes")
     }
-    return trial.model_copy(update={"outcome": seen.outcome, "message": seen.message, **peaks})
+    return trial.model_copy(update={"outcome": seen.outcome, "message": seen.message or trial.message, **peaks})
 
 
 def measure_need(candidate: Candidate, setup: TrialSetup, *, available_bytes: int) -> Reading | None:
@@ -179,7 +186,7 @@ class _Run:
     def reading(self) -> Reading | None:
         return self._read() if self._read is not None else None
 
-    def measure(self, deadline: float | None) -> list[Round]:
+    def measure(self, deadline: float | None, hopeless_seconds: float | None) -> list[Round]:
         step, parts = self.meter_steps()
         endless = itertools.cycle(parts)
 
@@ -188,12 +195,14 @@ class _Run:
             step.zero_grad()
 
         with step.activated():
+            check_gradients(step, parts[0])
             return measure_rounds(
                 lambda: step.micro_step(next(endless)),
                 end_of_step,
                 accumulation_steps=self._candidate.accumulation_steps,
                 synchronize=lambda: synchronize(self._setup.device),
                 deadline=deadline,
+                hopeless_seconds=hopeless_seconds,
             )
 
     def meter_steps(self) -> tuple[TrainStep, list[Part]]:
@@ -223,31 +232,7 @@ class _Run:
 
     def _meter(self, step: TrainStep, *optimizer_steps: list[Part]) -> None:
         self._step = step
-        metered = self._setup.meter.metered(cap_bytes=self._cap_bytes, resident=_resident(step))
+        metered = self._setup.meter.metered(cap_bytes=self._cap_bytes, resident=resident(step))
         with step.activated(), metered as self._read:
             for parts in optimizer_steps:
-                _step_until_applied(step, parts)
-
-
-def _step_until_applied(step: TrainStep, parts: list[Part]) -> None:
-    """One optimizer step that really stepped: float16 begins with too large a scale and skips steps until it fits."""
-    for _ in range(SCALER_ATTEMPTS):
-        step.zero_grad()
-        losses = [step.micro_step(part) for part in parts]
-        scale = step.scaler.get_scale() if step.scaler else 1.0
-        step.optimizer_step()
-        step.zero_grad()
-        values = [float(loss) for loss in losses]
-        if not all(map(math.isfinite, values)):
-            raise UnstableError(f"the loss is {values} in {step.candidate.precision}")
-        if step.scaler is None or step.scaler.get_scale() >= scale:
-            return
-    raise UnstableError(f"the gradients overflow in {step.candidate.precision} at every scale that was tried")
-
-
-def _resident(step: TrainStep) -> Iterator[torch.Tensor]:
-    """What is on the device before the first micro-batch: parameters, buffers, and the optimizer's state."""
-    yield from step.model.parameters()
-    yield from step.model.buffers()
-    for state in step.optimizer.state.values():
-        yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))
+                step_until_applied(step, parts)

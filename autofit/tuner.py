@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.budget import Budget
+from autofit.cache import PlanCache
 from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
 from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.fidelity import keep_faithful
+from autofit.finals import Finals
 from autofit.foresight import Foresight
 from autofit.loss import loss_facts
 from autofit.plan import Plan, Trial, best_trial
@@ -30,8 +33,9 @@ from autofit.search import search
 from autofit.space import candidates, least_demanding, mask_modes, offloading
 from autofit.step.accumulation import LossOptions
 from autofit.step.blocks import Blocks
-from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
+from autofit.trial import TrialSetup, measure_need, run_trial
 from autofit.units import format_bytes
+from autofit.verdict import noise_notes
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ def tune(
     storage: str | None = None,
     study_name: str | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Finds the fastest training step of exactly `target_batch` samples that stays within the memory budget.
 
@@ -68,7 +73,8 @@ def tune(
     loss is a sum; by default a mean over samples. `optimizer`: one that exists, a callable of the parameters, or AdamW.
     `budget`: `"8GiB"`, bytes, a fraction such as 0.9, or what is free now. `max_trials` and `timeout` (seconds) bound
     the search. `storage`: an Optuna storage URL, so that a killed run goes on where it stopped. `on_trial` is called
-    with each trial as it ends.
+    with each trial as it ends. `cache`: a folder of plans. The same request for the same model on the same device and
+    versions gets its plan back after one whole step that confirms it; see `autofit.cache`.
 
     Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
     """
@@ -90,6 +96,11 @@ def tune(
         loss_options=options,
     ) as ready:
         setup = ready.setup
+        request = {"target_batch": target_batch, "budget": budget, "space": (space or SearchSpace()).model_dump()}
+        request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed}
+        kept = None if cache is None else PlanCache(cache, ready, request)
+        if kept is not None and (plan := kept.confirmed()) is not None:
+            return plan
         foresight = Foresight(
             _predictor(setup, optimizer),
             samples=target_batch,
@@ -98,9 +109,12 @@ def tune(
         )
         tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
-        return tuning.run(
+        plan = tuning.run(
             max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
         )
+        if kept is not None:
+            kept.save(plan)
+        return plan
 
 
 def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
@@ -149,13 +163,13 @@ class _Tuning:
                 study_name=study_name,
                 on_trial=self._remember(on_trial),
             )
-            best = self._confirmed_best()
+            best = self._decided(deadline)
         except DeviceLostError as error:
             error.plan = self._plan(best_trial(self.trials))
             raise
         if best is None:
             self._raise_nothing_fits(choices)
-        self.notes += self._batch_norm_note(best)
+        self.notes += [*noise_notes(best, self.trials), *self._batch_norm_note(best)]
         return self._plan(best)
 
     def _batch_norm_note(self, best: Trial) -> list[str]:
@@ -198,7 +212,8 @@ class _Tuning:
             return Trial(number=0, candidate=candidate, outcome="not_run", message="the time was up")
         cap, modes = self.allowance.cap_bytes, mask_modes(self.space)
         solved = self.foresight.solved(candidate, cap_bytes=cap, modes=modes)
-        return self.foresight.annotate(run_trial(solved, self.setup, deadline=deadline))
+        trial = run_trial(solved, self.setup, deadline=deadline, rival=best_trial(self.trials))
+        return self.foresight.annotate(trial)
 
     def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
         """Trials are kept as they end, so that a lost device loses none of them."""
@@ -211,20 +226,13 @@ class _Tuning:
 
         return remember
 
-    def _confirmed_best(self) -> Trial | None:
-        """The best trial whose whole effective step fits too, tried in order of merit.
-
-        Up to two micro-batches, the trial itself has run the whole effective step already.
-        """
-        while (best := best_trial(self.trials)) is not None:
-            if best.candidate.accumulation_steps <= 2:
-                return best
-            confirmed = confirm_trial(best, self.setup)
-            self.trials[self.trials.index(best)] = confirmed
-            if confirmed.feasible:
-                return confirmed
-            logger.info("trial %d did not hold as a whole step: %s", best.number, confirmed.message)
-        return None
+    def _decided(self, deadline: float | None) -> Trial | None:
+        """The best trial, after the finals and as a whole step."""
+        finals = Finals(self.trials, self.setup, deadline=deadline)
+        best = finals.winner()
+        self.trials = finals.trials
+        self.notes += finals.notes
+        return best
 
     def _raise_nothing_fits(self, choices: list[Candidate]) -> NoReturn:
         """The error for a search that found nothing: memory, if that is what it was, else what the trials said."""

@@ -12,8 +12,14 @@ from autofit.errors import DeviceLostError
 from autofit.memory import Reading
 from autofit.oom import Failure
 from autofit.plan import Outcome, Seconds, Trial
-from autofit.timing import Round
-from autofit.units import format_bytes
+from autofit.timing import Round, is_hopeless
+from autofit.units import format_bytes, format_seconds
+
+# A step that takes this share longer than the best one's has lost; more where the best one's time is noisy.
+CLEAR_MARGIN = 0.15
+NOISE_MARGIN = 3.0
+# Above this interquartile range, as a share of the median, step times say little.
+NOISY_SHARE = 0.10
 
 
 class UnstableError(Exception):
@@ -21,12 +27,30 @@ class UnstableError(Exception):
 
 
 def measured_trial(
-    candidate: Candidate, rounds: Sequence[Round], reading: Reading, *, samples: int, cap_bytes: int, outside_bytes: int
+    candidate: Candidate,
+    rounds: Sequence[Round],
+    reading: Reading,
+    *,
+    samples: int,
+    cap_bytes: int,
+    outside_bytes: int,
+    hopeless_seconds: float | None = None,
 ) -> Trial:
-    """The trial of a candidate that ran: feasible, unless its peak lies above the cap all the same."""
+    """The trial of a candidate that ran: feasible, unless its peak lies above the cap all the same.
+
+    One whose rounds all make a step longer than `hopeless_seconds` is `slower`.
+    """
     micro = statistics.median(r.micro_step_seconds for r in rounds)
     step_seconds = Seconds.of(r.step_seconds(candidate.accumulation_steps) for r in rounds)
     outcome, message = judge_memory(reading, cap_bytes=cap_bytes, outside_bytes=outside_bytes)
+    if (
+        outcome == "feasible"
+        and hopeless_seconds
+        and is_hopeless(rounds, candidate.accumulation_steps, hopeless_seconds)
+    ):
+        outcome, message = "slower", _dropped(step_seconds, hopeless_seconds)
+    elif outcome == "feasible":
+        message = noise_message(step_seconds)
     if reading.peak_allocated_bytes <= 0 or step_seconds.median <= 0:
         outcome, message = "invalid", "the step took no time or no memory, so nothing was trained"
     return Trial(
@@ -41,6 +65,49 @@ def measured_trial(
         step_seconds=step_seconds,
         samples_per_second=samples / step_seconds.median if step_seconds.median > 0 else None,
         message=message,
+    )
+
+
+def hopeless_seconds(rival: Trial | None) -> float | None:
+    """The seconds of a step from which on a candidate cannot win any more against `rival`; None without one."""
+    if rival is None or rival.step_seconds is None:
+        return None
+    return rival.step_seconds.median * (1 + max(CLEAR_MARGIN, NOISE_MARGIN * spread(rival.step_seconds)))
+
+
+def spread(seconds: Seconds) -> float:
+    """The interquartile range as a share of the median."""
+    return seconds.iqr / seconds.median if seconds.median > 0 else 0.0
+
+
+def noise_message(seconds: Seconds) -> str:
+    """What a trial says of times that do not agree; nothing where they do, or where one figure is all there is."""
+    if spread(seconds) <= NOISY_SHARE:
+        return ""
+    return (
+        f"timing unstable: the middle half of {len(seconds.samples)} rounds spreads over {spread(seconds):.0%} of "
+        f"their median"
+    )
+
+
+def noise_notes(best: Trial, trials: Sequence[Trial]) -> list[str]:
+    """What a plan says where the machine was noisy: while the best trial was timed, or most of the others."""
+    timed = [trial.step_seconds for trial in trials if trial.feasible and trial.step_seconds]
+    noisy = sum(spread(seconds) > NOISY_SHARE for seconds in timed)
+    own = spread(best.step_seconds) if best.step_seconds else 0.0
+    if own <= NOISY_SHARE and noisy * 2 <= len(timed):
+        return []
+    return [
+        f"Unstable because the machine is noisy: the times of {noisy} of {len(timed)} trials spread over more than "
+        f"{NOISY_SHARE:.0%} of their median (interquartile range), those of the best over {own:.0%}. Smaller "
+        "differences mean little. Stop what else runs here and tune again."
+    ]
+
+
+def _dropped(seconds: Seconds, hopeless: float) -> str:
+    return (
+        f"dropped after {len(seconds.samples)} round(s): {format_seconds(seconds.median)} per step, and what takes "
+        f"longer than {format_seconds(hopeless)} cannot win any more"
     )
 
 

@@ -21,8 +21,10 @@ import optuna
 
 import autofit
 from autofit.candidate import Candidate
+from autofit.finals import close_contenders
 from autofit.plan import Trial, best_trial
 from autofit.search import search
+from autofit.verdict import hopeless_seconds
 from benchmarks.simulation import CPU, GPUS, Scenario, scenarios
 
 BASELINE_TRIALS = 20
@@ -31,13 +33,39 @@ Method = Callable[[Scenario, int], Sequence[Trial]]
 
 
 def autofit_predicting(scenario: Scenario, seed: int) -> Sequence[Trial]:
-    """`search` with a predictor that is off by a few per cent."""
-    return search(scenario.space, scenario.evaluate, cap_bytes=scenario.cap_bytes, predict=scenario.predict, seed=seed)
+    """`search` with a predictor that is off by a few per cent, racing and finals as in `tune`."""
+    evaluate = _racing(scenario)
+    trials = search(scenario.space, evaluate, cap_bytes=scenario.cap_bytes, predict=scenario.predict, seed=seed)
+    return _after_finals(scenario, trials)
 
 
 def autofit_measuring(scenario: Scenario, seed: int) -> Sequence[Trial]:
-    """`search` without a predictor."""
-    return search(scenario.space, scenario.evaluate, cap_bytes=scenario.cap_bytes, seed=seed)
+    """The same without a predictor."""
+    return _after_finals(scenario, search(scenario.space, _racing(scenario), cap_bytes=scenario.cap_bytes, seed=seed))
+
+
+def _racing(scenario: Scenario) -> Callable[[Candidate], Trial]:
+    """Evaluates; what is clearly slower than the best so far is `slower`."""
+    seen: list[Trial] = []
+
+    def evaluate(candidate: Candidate) -> Trial:
+        trial = scenario.evaluate(candidate)
+        limit = hopeless_seconds(best_trial(seen))
+        if limit and trial.step_seconds and trial.step_seconds.median > limit:
+            trial = trial.model_copy(update={"outcome": "slower"})
+        seen.append(trial)
+        return trial
+
+    return evaluate
+
+
+def _after_finals(scenario: Scenario, trials: Sequence[Trial]) -> Sequence[Trial]:
+    """The trials with those too close to call measured in turn; others that are no answer any more are `slower`."""
+    close = close_contenders(trials)
+    if len(close) < 2:
+        return trials
+    again = {trial.number: scenario.in_turn(trial) for trial in close}
+    return [again.get(t.number, t.model_copy(update={"outcome": "slower"}) if t.feasible else t) for t in trials]
 
 
 def optuna_tpe(scenario: Scenario, seed: int) -> Sequence[Trial]:
@@ -142,10 +170,11 @@ def run(method: Method, scenario: Scenario, *, seed: int) -> Run:
     best = best_trial(trials)
     optimum = scenario.best_seconds
     assert optimum is not None
+    ran = [trial for trial in trials if trial.step_seconds]
     return Run(
         scenario=scenario.name,
         ratio=scenario.seconds(best.candidate) / optimum if best else float("inf"),
-        tried_ratio=min((scenario.seconds(t.candidate) / optimum for t in trials if t.feasible), default=float("inf")),
+        tried_ratio=min((scenario.seconds(t.candidate) / optimum for t in ran), default=float("inf")),
         trials=len(trials),
         out_of_memory=sum(trial.outcome == "out_of_memory" for trial in trials),
         duplicates=len(trials) - len({trial.candidate for trial in trials}),

@@ -81,6 +81,8 @@ CPU = Device(
 )
 BUDGETS = (0.25, 0.5, 0.75, 0.95)
 
+# Steps of each finalist: three turns of some.
+IN_TURN = 12
 # Predictions are off by this share (one standard deviation) on each line, and by more where scratch jumps.
 PREDICTION_ERROR = 0.02
 
@@ -141,6 +143,13 @@ class Scenario:
             step_seconds=Seconds.of(samples),
             samples_per_second=self._model.target_batch / seconds,
         )
+
+    def in_turn(self, trial: Trial) -> Trial:
+        """The trial measured again in turn with others: what all samples of a trial share falls out."""
+        seconds = self.seconds(trial.candidate)
+        times = Seconds.of(seconds * self._random.gauss(1, self._device.sample_noise) for _ in range(IN_TURN))
+        rate = self._model.target_batch / times.median
+        return trial.model_copy(update={"step_seconds": times, "samples_per_second": rate})
 
     def predict(self, candidate: Candidate) -> int:
         """Bytes as a predictor would say: the right shape, off by a few per cent, blind to jumps of scratch."""

@@ -43,15 +43,20 @@ LAYERS = {
     "placement": 6.5,  # moves what a snapshot describes
     "predict": 7,
     "verdict": 7.5,  # what a trial says of itself
+    "stepping": 7.8,
     "trial": 8,
+    "exactness": 8.2,
+    "finals": 8.5,
     "budget": 8.5,  # the parts of tune()
     "space": 8.5,
     "checks": 8.5,
     "environment": 8.5,
+    "fingerprint": 8.5,
     "foresight": 8.5,
     "probe": 8.5,
     "fidelity": 8.5,
     "preparation": 8.8,
+    "cache": 8.9,
     "tuner": 9,
     "preflight": 9,
     "forecaster": 9,

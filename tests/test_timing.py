@@ -30,13 +30,16 @@ class Clock:
         self.now += self._optimizer
         self.optimizer_steps += 1
 
-    def measure(self, accumulation_steps: int, deadline: float | None = None) -> list[timing.Round]:
+    def measure(
+        self, accumulation_steps: int, deadline: float | None = None, hopeless_seconds: float | None = None
+    ) -> list[timing.Round]:
         return timing.measure_rounds(
             self.micro_step,
             self.optimizer_step,
             accumulation_steps=accumulation_steps,
             synchronize=lambda: None,
             deadline=deadline,
+            hopeless_seconds=hopeless_seconds,
         )
 
 
@@ -76,3 +79,24 @@ def test_a_deadline_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the deadline no further round begins, but one is always measured."""
     clock = Clock(monkeypatch, micro=10.0)
     assert len(clock.measure(accumulation_steps=4, deadline=5.0)) == 1
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(39.0, 1), (43.0, 2), (56.0, 2), (1.0, 1)])
+def test_a_hopeless_race_is_given_up(monkeypatch: pytest.MonkeyPatch, limit: float, rounds: int) -> None:
+    """Far behind after one round it ends; a little behind it takes a second one."""
+    clock = Clock(monkeypatch, micro=10.0, optimizer=10.0)
+    assert len(clock.measure(accumulation_steps=4, hopeless_seconds=limit)) == rounds
+
+
+def test_one_slow_round_is_not_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest round counts: a hiccup in the first or a later one does not lose the race."""
+    clock = Clock(monkeypatch, micro=[0.1, 0.3, 0.1, 0.1, 0.1, 0.1], optimizer=0.0)
+    assert len(clock.measure(accumulation_steps=1, hopeless_seconds=0.105)) > 2
+
+
+def test_rounds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are repeated until the time is up, one at least."""
+    clock = Clock(monkeypatch, micro=1.0, optimizer=0.0)
+    arguments = {"micro_steps": 2, "synchronize": lambda: None}
+    assert len(timing.repeat_rounds(clock.micro_step, clock.optimizer_step, seconds=5.0, **arguments)) == 3
+    assert len(timing.repeat_rounds(clock.micro_step, clock.optimizer_step, seconds=0.0, **arguments)) == 1

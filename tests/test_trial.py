@@ -8,23 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import autofit.trial
-from autofit.batch import infer_layout
-from autofit.candidate import Candidate
 from autofit.errors import DeviceLostError
-from autofit.memory import Reading, meter_for
-from autofit.optimizers import optimizer_factory
-from autofit.plan import Trial
+from autofit.memory import Reading
+from autofit.plan import Seconds, Trial
 from autofit.snapshot import restored
+from autofit.stepping import check_gradients
 from autofit.trial import TrialSetup, confirm_trial, measure_need, run_trial
 from autofit.units import MiB
-from autofit.verdict import judge_memory
+from autofit.verdict import UnstableError, judge_memory, noise_message, noise_notes
 from tests.models import ConvNet, Wide, image_batch, vector_batch
+from tests.setups import CPU, candidate, make_setup
 from tests.states import FullState
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -33,31 +29,10 @@ def model() -> ConvNet:
     return ConvNet()
 
 
-def make_setup(model: nn.Module, snapshot: Any, **values: Any) -> TrialSetup:
-    batch = values.pop("batch", None) or image_batch()
-    settings: dict[str, Any] = {
-        "model": model,
-        "sample_batch": batch,
-        "layout": infer_layout(batch),
-        "samples": 12,
-        "device": CPU,
-        "meter": meter_for(CPU),
-        "cap_bytes": 64 * MiB,
-        "outside_bytes": 0,
-        "snapshot": snapshot,
-        "make_optimizer": optimizer_factory(None, model),
-    }
-    return TrialSetup(**{**settings, **values})
-
-
 @pytest.fixture
 def setup(model: ConvNet) -> Iterator[TrialSetup]:
     with restored(model, None, device=CPU) as snapshot:
         yield make_setup(model, snapshot)
-
-
-def candidate(size: int, **values: Any) -> Candidate:
-    return Candidate(micro_batch_size=size, accumulation_steps=-(-12 // size), **values)
 
 
 def test_a_feasible_trial_says_everything(setup: TrialSetup) -> None:
@@ -198,3 +173,54 @@ def test_many_trials_leave_nothing(setup: TrialSetup) -> None:
         del things
     assert len({tensors for tensors, _ in counts[4:]}) == 1
     assert max(objects for _, objects in counts[4:]) - min(objects for _, objects in counts[4:]) < 60
+
+
+def test_what_cannot_win_any_more_is_dropped(setup: TrialSetup) -> None:
+    """A candidate far behind the best so far is `slower` after one round, with what was measured until then."""
+    trial = run_trial(candidate(4), setup)
+    assert trial.step_seconds is not None
+    fast = trial.model_copy(update={"step_seconds": Seconds.of([trial.step_seconds.median / 1000])})
+    dropped = run_trial(candidate(3), setup, rival=fast)
+    assert dropped.outcome == "slower"
+    assert dropped.step_seconds is not None
+    assert len(dropped.step_seconds.samples) == 1
+    assert dropped.samples_per_second == pytest.approx(12 / dropped.step_seconds.median)
+    assert dropped.peak_reserved_bytes == run_trial(candidate(3), setup).peak_reserved_bytes
+    assert "cannot win" in dropped.message
+
+
+def test_a_gradient_that_is_not_finite_is_unstable(model: ConvNet) -> None:
+    """The loss is finite, but its slope is not: never chosen, and the parameters are named."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - output.detach()).sum().abs().sqrt() + 1
+
+    with restored(model, None, device=CPU) as snapshot:
+        trial = run_trial(candidate(12), make_setup(model, snapshot, loss_options={"loss_fn": loss_fn}))
+    assert trial.outcome == "unstable"
+    assert "the loss is" in trial.message or "gradients of" in trial.message
+
+
+def test_gradients_are_looked_at(setup: TrialSetup) -> None:
+    """One infinite value in one gradient is enough, and its parameter is named; a sound step passes."""
+    step = setup.train_step(candidate(4))
+    part = step.split(image_batch(12))[0]
+    check_gradients(step, part)
+    bias = setup.model.get_parameter("head.bias")
+    handle = bias.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(UnstableError, match=r"1 parameters \(head.bias\)"):
+        check_gradients(step, part)
+    handle.remove()
+    assert bias.grad is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "noisy"), [([1.0, 1.01, 0.99, 1.0], False), ([1.0, 1.4, 0.7, 1.2], True), ([1.0], False)]
+)
+def test_times_judge_themselves(samples: list[float], noisy: bool) -> None:
+    """A spread above a tenth of the median is said, in the trial and in the plan."""
+    times = Seconds.of(samples)
+    trial = Trial(number=0, candidate=candidate(4), outcome="feasible", step_seconds=times)
+    assert bool(noise_message(times)) == noisy
+    notes = noise_notes(trial, [trial])
+    assert [note.startswith("Unstable because the machine is noisy") for note in notes] == [True] * noisy

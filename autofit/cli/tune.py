@@ -149,6 +149,15 @@ def tune(
     study_name: Annotated[
         str | None, typer.Option(metavar="NAME", rich_help_panel=SEARCH, help="Of the study in the storage.")
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            file_okay=False,
+            rich_help_panel=SEARCH,
+            help="Keep plans here: the same request gets its plan back after one step that confirms it.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the plan as JSON and nothing else.")
     ] = False,
@@ -190,6 +199,7 @@ def tune(
             seed=seed,
             storage=storage,
             study_name=study_name,
+            cache=cache,
         ),
     )
     run(request, Output(as_json=as_json, path=out))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.candidate import Candidate, CheckpointingMode, Precision, balanced
-from autofit.plan import Plan, Trial
+from autofit.plan import Plan, Trial, best_trial
 from autofit.units import format_bytes, format_seconds
 
 PRECISIONS: Mapping[Precision, str] = {
@@ -153,6 +153,7 @@ def _findings(plan: Plan) -> Iterator[str]:
         yield f"Nothing fits into {_budget(plan)}."
     else:
         yield recipe(plan)
+        yield from _steadiness(plan.best)
         yield from _tie(plan)
         peak = plan.best.peak_reserved_bytes
         if peak is not None:
@@ -161,8 +162,20 @@ def _findings(plan: Plan) -> Iterator[str]:
     yield f"Memory was {source}." if source.startswith(("measured", "tracked", "predicted")) else f"Memory: {source}."
 
 
+def _steadiness(trial: Trial) -> Iterator[str]:
+    """How much the figure of the best trial is worth."""
+    seconds = trial.step_seconds
+    if seconds and len(seconds.samples) > 1 and seconds.median > 0:
+        share = f"{seconds.iqr / seconds.median:.1%}"
+        rounds = len(seconds.samples)
+        yield f"That is the median of {rounds} measured rounds; their interquartile range is {share} of it."
+
+
 def _tie(plan: Plan) -> Iterator[str]:
-    """Why the best trial is not the one with the highest figure, where it is not."""
+    """Why the best trial is not the one with the highest figure, where it is not and no finals decided."""
+    decided = best_trial(plan.trials)
+    if decided is None or decided.number != plan.best_number:
+        return
     rates = {t.number: t.samples_per_second for t in plan.trials if t.feasible and t.samples_per_second}
     own = rates.get(plan.best.number)
     fastest = max(rates, key=lambda number: rates[number], default=None)

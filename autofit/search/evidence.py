@@ -103,9 +103,9 @@ def _note(own: LineEvidence, index: int, trial: Trial, *, cap_bytes: int | None)
         return
     if trial.outcome in ("out_of_memory", "over_budget"):
         own.failed[index] = peak
-    elif trial.outcome == "slower":
+    elif trial.outcome == "slower" and not trial.samples_per_second:
         own.peaks[index] = peak
-    elif trial.feasible and trial.samples_per_second:
+    elif trial.outcome in ("feasible", "slower") and trial.samples_per_second:
         own.peaks[index] = peak
         own.costs[index] = 1 / trial.samples_per_second
         if trial.alloc_retries or (cap_bytes and peak and peak > CROWDED_SHARE * cap_bytes):

@@ -173,6 +173,8 @@ def under_cap(trial: Trial, *, cap_then: int | None, cap_now: int | None) -> Tri
     if trial.outcome in ("out_of_memory", "over_budget"):
         still_true = cap_then is None or (cap_now is not None and cap_now <= cap_then)
         return trial if still_true else None
+    if trial.outcome == "slower" and cap_now is not None and (cap_then is None or cap_now < cap_then):
+        return None  # what was faster may not fit any more
     return within_cap(trial, cap_now)
 
 

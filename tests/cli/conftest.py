@@ -47,6 +47,7 @@ class FakeTune:
         storage: Any = None,
         study_name: Any = None,
         on_trial: Any = None,
+        cache: Any = None,
     ) -> Plan:
         """The signature that factories are checked against."""
         self.calls.append({key: value for key, value in locals().items() if key != "self"})

@@ -77,10 +77,12 @@ def test_options_reach_tune(run: Callable[..., Any], fake: Any) -> None:
         *TINY, "--target-batch", "12", "--budget", "2GiB", "--device", "cpu", "--precision", "float32",
         "--precision", "BFLOAT16", "--checkpointing", "none", "--micro-batch-size", "4", "--micro-batch-size", "2",
         "--max-trials", "3", "--timeout", "9.5", "--seed", "5", "--storage", "sqlite:///s.db", "--study-name", "mine",
+        "--cache", "plans",
     )  # fmt: skip
     assert finished.code == 0, finished.err
     expected = {"target_batch": 12, "budget": "2GiB", "device": torch.device("cpu"), "max_trials": 3, "timeout": 9.5}
     expected |= {"seed": 5, "storage": "sqlite:///s.db", "study_name": "mine", "optimizer": None}
+    expected |= {"cache": Path("plans")}
     assert expected.items() <= fake.call.items()
     assert fake.call["space"] == SearchSpace(
         precision=["float32", "bfloat16"], checkpointing=["none"], micro_batch_size=[2, 4]
@@ -90,7 +92,7 @@ def test_options_reach_tune(run: Callable[..., Any], fake: Any) -> None:
 def test_left_out_options_are_left_to_tune(run: Callable[..., Any], fake: Any) -> None:
     """The command line adds no defaults of its own besides the batch, the device and the seed."""
     run(*TINY)
-    absent = ("budget", "space", "optimizer", "max_trials", "timeout", "storage", "study_name", "loss_fn")
+    absent = ("budget", "space", "optimizer", "max_trials", "timeout", "storage", "study_name", "cache", "loss_fn")
     assert {name: fake.call[name] for name in absent} == dict.fromkeys(absent)
     assert fake.call["seed"] == 0
 

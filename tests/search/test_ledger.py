@@ -25,6 +25,7 @@ from autofit.candidate import Candidate
 from autofit.errors import ConfigError
 from autofit.plan import Trial, best_trial
 from autofit.search import search
+from autofit.search.ledger import under_cap
 from autofit.search.study import quiet
 from autofit.search.worker import GIVE_UP_AFTER, describe_worker, is_alive
 from autofit.units import GiB
@@ -109,6 +110,13 @@ def test_what_each_outcome_is_told_as(storage, outcome, state, feasible):
     (trial,) = stored(storage)
     assert trial.state is state
     assert (all(v <= 0 for v in trial.constraints.values()) if trial.constraints else None) is feasible
+
+
+@pytest.mark.parametrize(("cap_now", "kept"), [(CAP, True), (2 * CAP, True), (CAP // 2, False), (None, True)])
+def test_what_lost_is_tried_again_under_a_smaller_cap(cap_now: int | None, kept: bool) -> None:
+    """What a candidate lost against may not fit any more; under the same cap or a larger one it still does."""
+    trial = Trial(number=0, candidate=ALL[0], outcome="slower", samples_per_second=1.0, peak_reserved_bytes=1)
+    assert (under_cap(trial, cap_then=CAP, cap_now=cap_now) is not None) == kept
 
 
 def test_a_finished_study_is_not_repeated(storage):
@@ -209,6 +217,7 @@ import os, sys, time
 sys.path.insert(0, {folder!r})
 from simulated import Device, space
 from autofit.search import search
+from autofit.search.ledger import under_cap
 
 device = Device(cap_bytes={cap})
 

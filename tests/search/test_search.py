@@ -425,6 +425,30 @@ def test_arguments_that_cannot_be_meant(arguments, text):
         search(ALL, Device().evaluate, **arguments)
 
 
+def test_racing_finds_the_same():
+    """What is dropped as slower still shows how speed depends on the split: the same trials, the same best."""
+
+    def racing(device: Device):
+        rates: list[float] = []
+
+        def evaluate(candidate: Candidate) -> Trial:
+            trial = device.evaluate(candidate)
+            if not trial.samples_per_second:
+                return trial
+            rates.append(trial.samples_per_second)
+            lost = trial.samples_per_second < max(rates) / 1.15
+            return trial.model_copy(update={"outcome": "slower"}) if lost else trial
+
+        return evaluate
+
+    candidates = space(precisions=("float32", "tf32", "bfloat16"), modes=("none", "full"))
+    plain, device = Device(cap_bytes=16 * GiB), Device(cap_bytes=16 * GiB)
+    search(candidates, plain.evaluate, cap_bytes=plain.cap_bytes)
+    trials = search(candidates, racing(device), cap_bytes=device.cap_bytes)
+    assert device.calls == plain.calls
+    assert "slower" in {trial.outcome for trial in trials}
+
+
 def test_an_empty_space():
     """No candidates is a mistake of the caller, said so."""
     with pytest.raises(ConfigError, match="no candidates"):
