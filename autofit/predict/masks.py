@@ -18,7 +18,7 @@ from autofit.predict.solver import Choice, Floats, Problem, solve
 from autofit.predict.splice import without_second
 from autofit.predict.traces import Traced
 from autofit.predict.weave import Weave, WeaveError
-from autofit.predict.work import Operation, marked, operations_at
+from autofit.predict.work import Tally, marked, tally_at
 
 Mask = Mapping[str, CheckpointingMode]
 Pair = tuple[Traced, Traced]  # of the two SIZES
@@ -27,7 +27,7 @@ Pair = tuple[Traced, Traced]  # of the two SIZES
 # backward. Measured: torch 2.14, one core of a server, from 15 to 25 µs.
 SELECTING_SECONDS = 20e-6
 # The solver's replays: about a second of them, but a few for the largest models too.
-REPLAYED_EVENTS, LEAST_REPLAYS = 400_000, 4
+REPLAYED_EVENTS, LEAST_REPLAYS = 150_000, 4
 
 
 class Masks:
@@ -61,12 +61,13 @@ class Masks:
     def at(self, mask: Mask, sizes: Sequence[int]) -> SizedTrace:
         """The trace of a step of micro-batches of `sizes` under `mask`."""
         trace = self._weave.trace(mask)
+        trace.settle()
         return SizedTrace(trace if len(sizes) > 1 else without_second(trace), self._bytes(sizes).tolist())
 
-    def seconds(self, samples: float, clock: Callable[[Operation], float]) -> Floats:
+    def seconds(self, samples: float, clock: Callable[[Tally], Floats]) -> Floats:
         """What each block, by row, costs beyond mode `none` in each mode, by column, in a micro-step of `samples`.
 
-        Infinite where a block cannot be in a mode. `clock` gives the seconds of an operator.
+        Infinite where a block cannot be in a mode. `clock` gives the seconds of each operator.
         """
         *_, start, stop = marked(self._traced["none"][0].trace)
         seconds = np.zeros((len(self.blocks), len(self.modes)))
@@ -77,17 +78,17 @@ class Masks:
             block = self.blocks.index(span[0])
             for column, mode in enumerate(self.modes):
                 few, many = (traced.log.segment(at) for traced in self._traced[mode])
-                times = [clock(op) for op in operations_at(samples, (SIZES[0], few), (SIZES[1], many))]
-                seconds[block, column] += sum(times)
+                times = clock(tally_at(samples, (SIZES[0], few), (SIZES[1], many)))
+                seconds[block, column] += times.sum()
                 if mode == "selective" and span[1] == "forward":
-                    seconds[block, column] += 2 * sum(max(SELECTING_SECONDS - time, 0) for time in times)
+                    seconds[block, column] += 2 * np.maximum(SELECTING_SECONDS - times, 0).sum()
         seconds = np.maximum(seconds - seconds[:, :1], 0)
         if "selective" in self.modes:
             barred = [block not in self._selective for block in self.blocks]
             seconds[barred, self.modes.index("selective")] = np.inf
         return seconds
 
-    def cost(self, mask: Mask, samples: float, clock: Callable[[Operation], float]) -> float:
+    def cost(self, mask: Mask, samples: float, clock: Callable[[Tally], Floats]) -> float:
         """Seconds that a micro-step of `samples` takes longer under `mask` than without recomputation."""
         seconds = self.seconds(samples, clock)
         return float(sum(seconds[self.blocks.index(block), self.modes.index(mode)] for block, mode in mask.items()))
@@ -96,7 +97,7 @@ class Masks:
         self,
         sizes: Sequence[int],
         cap_bytes: int,
-        clock: Callable[[Operation], float],
+        clock: Callable[[Tally], Floats],
         *,
         modes: Collection[CheckpointingMode],
     ) -> dict[str, CheckpointingMode] | None:
@@ -105,10 +106,13 @@ class Masks:
         Blocks are in `modes` or in `none`.
         """
         profiles = Profiles(self._weave, self._bytes(sizes), self.blocks, self.modes, single=len(sizes) == 1)
+        nbytes = self._bytes(sizes).tolist()
 
         @cache
         def fits(choice: Choice) -> bool:
-            return replay(allocator_events(self.at(self.mask(choice), sizes)), cap_bytes).fits
+            trace = self._weave.trace(self.mask(choice))  # unsettled: to the allocator the order of deaths is the same
+            sized = SizedTrace(trace if len(sizes) > 1 else without_second(trace), nbytes)
+            return replay(allocator_events(sized), cap_bytes).fits
 
         seconds = self.seconds(sum(sizes) / len(sizes), clock)
         for column, mode in enumerate(self.modes):

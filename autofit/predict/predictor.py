@@ -28,7 +28,7 @@ from autofit.predict.splice import without_second
 from autofit.predict.traces import Traced, Traces, shared_precision
 from autofit.predict.tracing import Subject
 from autofit.predict.weave import WeaveError
-from autofit.predict.work import Operation
+from autofit.predict.work import Floats, Tally
 from autofit.step.accumulation import LossOptions
 from autofit.step.blocks import Blocks
 
@@ -146,7 +146,7 @@ class Predictor:
         mask = masks.solve(candidate.split(samples), cap_bytes, self._clock(candidate), modes=modes)
         return None if mask is None else candidate.model_copy(update={"checkpointing": Checkpointing.of(mask)})
 
-    def _clock(self, candidate: Candidate) -> Callable[[Operation], float]:
+    def _clock(self, candidate: Candidate) -> Callable[[Tally], Floats]:
         return partial(operator_seconds, gpu=self._gpu, precision=candidate.precision)
 
     def _mixed(self, candidate: Candidate) -> Masks | None:

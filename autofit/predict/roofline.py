@@ -6,13 +6,12 @@ An operator takes as long as its arithmetic or its memory traffic, whichever is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+import numpy as np
 import torch
 
 from autofit.candidate import Precision
 from autofit.gpus import Gpu, find_gpu
-from autofit.predict.work import Operation, Work
+from autofit.predict.work import Floats, Tally, Work
 from autofit.timing import Round
 
 # Of the vendor's dense rate; torch's own roofline takes the same share (`torch.utils._runtime_estimation`).
@@ -41,19 +40,23 @@ REFERENCES = {
 }
 
 
-def operator_seconds(operation: Operation, gpu: Gpu, *, precision: Precision) -> float:
-    """Seconds of one operator on `gpu`; `precision` says whether float32 products may run in TF32."""
-    compute = operation.operations / (_rate(operation.dtype, gpu, precision) * MATRIX_SHARE)
-    memory = operation.moved_bytes / (gpu.bandwidth * BANDWIDTH_SHARE)
-    host = operation.host_bytes / HOST_BANDWIDTH
-    return max(compute, memory, host) + LAUNCH_SECONDS
+def operator_seconds(tally: Tally, gpu: Gpu, *, precision: Precision) -> Floats:
+    """Seconds of each operator on `gpu`; `precision` says whether float32 products may run in TF32."""
+    rates = np.empty(len(tally))
+    for dtype, places in tally.places.items():
+        rates[places] = _rate(dtype, gpu, precision)
+    compute = tally.operations / (rates * MATRIX_SHARE)
+    memory = tally.moved_bytes / (gpu.bandwidth * BANDWIDTH_SHARE)
+    host = tally.host_bytes / HOST_BANDWIDTH
+    seconds: Floats = np.maximum(np.maximum(compute, memory), host) + LAUNCH_SECONDS
+    return seconds
 
 
 def step_seconds(work: Work, gpu: Gpu, *, precision: Precision, accumulation_steps: int) -> float:
     """Seconds of a whole optimizer step: accumulation_steps × micro-step + optimizer step, as trials are composed."""
 
-    def total(operations: Iterable[Operation]) -> float:
-        return sum(operator_seconds(operation, gpu, precision=precision) for operation in operations)
+    def total(tally: Tally) -> float:
+        return float(operator_seconds(tally, gpu, precision=precision).sum())
 
     once = Round(1, total(work.micro_step), total(work.optimizer_step))
     return once.step_seconds(accumulation_steps)

@@ -46,7 +46,7 @@ class StepPredictor(Predictor):
         sizes = candidate.split(samples)
         self.sized(candidate, samples=samples)
         known = {
-            size: traced.log.work(traced.trace)
+            size: traced.work
             for size, traced in self._traces.made(candidate.precision, candidate.checkpointing).items()
         }
         if sizes[0] in known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 from autofit.candidate import Candidate, Checkpointing, Precision
 from autofit.predict.calibration import learn_scratch
@@ -11,7 +12,7 @@ from autofit.predict.line import SIZES
 from autofit.predict.recorder import Trace
 from autofit.predict.scratch import Learned, OperatorKey
 from autofit.predict.tracing import Subject, trace_step
-from autofit.predict.work import WorkLog
+from autofit.predict.work import Work, WorkLog
 from autofit.step.checkpointing import fills_cache
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ class Traced:
 
     trace: Trace
     log: WorkLog
+
+    @cached_property
+    def work(self) -> Work:
+        """The operators of what all micro-steps and optimizer steps but the first are like."""
+        return self.log.work(self.trace)
 
 
 class Traces:

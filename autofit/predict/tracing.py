@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,9 @@ from autofit.predict.target import FakeMode, dispatching_as
 from autofit.predict.walk import PythonEngine, SavedTensors
 from autofit.step.accumulation import Accumulation, LossOptions, Part
 from autofit.step.checkpointing import CheckpointPlan, Spans
+
+# New objects until the garbage collector looks while a step is traced; a trace of ResNet-50 makes about so many.
+COLLECTED_OBJECTS = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,7 @@ def following(
     engine = PythonEngine(saved, on_node=recorder.enter_node, in_place=cuda)
     shadow = Shadow(device)
     with ExitStack() as stack:
+        stack.enter_context(_collecting_rarely())
         stack.enter_context(untouched(model))
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # what runs for real says it again
         stack.enter_context(_explaining(recorder))
@@ -77,6 +82,17 @@ def following(
         stack.enter_context(recorder.naming(model))
         stack.enter_context(torch.enable_grad())
         yield recorder, shadow
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """A trace makes many small objects that stay; looking through all of them again and again finds nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], COLLECTED_OBJECTS) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

@@ -84,9 +84,7 @@ class Weave:
                 marks.append((len(events), mark))
             events += [item for item in part if item >= 0 or last[item] == at]
             events += late.get(at, ())
-        trace = replace(self._storages, events=events, marks=marks, cuts=[(at, None, mark) for at, mark in marks])
-        trace.settle()
-        return trace
+        return replace(self._storages, events=events, marks=marks, cuts=[(at, None, mark) for at, mark in marks])
 
     def _names(
         self, plain: Sequence[Segment], traces: Mapping[CheckpointingMode, Trace], mode: CheckpointingMode

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.flop_counter import flop_registry
 
 from autofit.predict.recorder import Trace
 
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,39 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Operators one after another, as `Operation` describes them, one entry each."""
+
+    operations: Floats
+    moved_bytes: Floats
+    host_bytes: Floats
+    dtypes: tuple[torch.dtype | None, ...]
+
+    @classmethod
+    def of(cls, operators: Sequence[Operation]) -> Tally:
+        """The tally of `operators`."""
+        return cls(
+            np.array([operator.operations for operator in operators], dtype=np.float64),
+            np.array([operator.moved_bytes for operator in operators], dtype=np.float64),
+            np.array([operator.host_bytes for operator in operators], dtype=np.float64),
+            tuple(operator.dtype for operator in operators),
+        )
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+    @cached_property
+    def places(self) -> dict[torch.dtype | None, NDArray[np.bool_]]:
+        """Which entries are of each dtype."""
+        return {dtype: np.array([other == dtype for other in self.dtypes]) for dtype in set(self.dtypes)}
+
+
+@dataclass(frozen=True)
 class Work:
     """The operators of one micro-step, with the gradients of earlier ones there, and of the optimizer step."""
 
-    micro_step: tuple[Operation, ...]
-    optimizer_step: tuple[Operation, ...]
+    micro_step: Tally
+    optimizer_step: Tally
 
 
 class WorkLog:
@@ -42,6 +75,7 @@ class WorkLog:
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
         self._after: defaultdict[int, list[Operation]] = defaultdict(list)
+        self._segments: dict[int, Tally] = {}
 
     def __call__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, cut: int) -> None:
         """Counts one operator that ran after the trace's `cut`-th cut."""
@@ -70,12 +104,14 @@ class WorkLog:
         *_, micro, optimizer = marked(trace)
         return Work(self._between(micro, optimizer), self._between(optimizer, len(trace.cuts) + 1))
 
-    def segment(self, number: int) -> tuple[Operation, ...]:
-        """What ran between the `number`-th cut of the trace, from 1 on, and the next."""
-        return tuple(self._after[number])
+    def segment(self, number: int) -> Tally:
+        """What ran between the `number`-th cut of the trace, from 1 on, and the next; ask when the trace is there."""
+        if number not in self._segments:
+            self._segments[number] = Tally.of(self._after[number])
+        return self._segments[number]
 
-    def _between(self, start: int, stop: int) -> tuple[Operation, ...]:
-        return tuple(operation for number in range(start, stop) for operation in self._after[number])
+    def _between(self, start: int, stop: int) -> Tally:
+        return Tally.of([operation for number in range(start, stop) for operation in self._after[number]])
 
     def _on_device(self, tensor: Any) -> bool:
         return bool(getattr(tensor, "fake_device", tensor.device).type == self._device_type)
@@ -86,36 +122,37 @@ def marked(trace: Trace) -> list[int]:
     return [number for number, (_, _, mark) in enumerate(trace.cuts, 1) if mark is not None]
 
 
-Sized = tuple[int, Sequence[Operation]]
+Sized = tuple[int, Tally]
 
 
 def work_at(samples: float, low: tuple[int, Work], high: tuple[int, Work]) -> Work:
     """The work of a micro-batch of `samples` on the line through two others, given as (samples, work)."""
     small, large = low[1], high[1]
     return Work(
-        operations_at(samples, (low[0], small.micro_step), (high[0], large.micro_step)),
-        operations_at(samples, (low[0], small.optimizer_step), (high[0], large.optimizer_step)),
+        tally_at(samples, (low[0], small.micro_step), (high[0], large.micro_step)),
+        tally_at(samples, (low[0], small.optimizer_step), (high[0], large.optimizer_step)),
     )
 
 
-def operations_at(samples: float, low: Sized, high: Sized) -> tuple[Operation, ...]:
+def tally_at(samples: float, low: Sized, high: Sized) -> Tally:
     """The operators for `samples`, on the line through those for two others, given as (samples, operators).
 
     Where different operators ran, the larger ones in proportion: better than nothing, and said nowhere to be exact.
     """
-    return tuple(_along(samples, low, high))
-
-
-def _along(samples: float, low: Sized, high: Sized) -> Iterator[Operation]:
     (few, small), (many, large) = low, high
-    if len(small) != len(large):
-        few, small = 0, tuple(Operation(0, 0, operation.dtype) for operation in large)
     share = (samples - few) / (many - few)
-    for a, b in zip(small, large, strict=True):
-        operations = a.operations + (b.operations - a.operations) * share
-        moved_bytes = a.moved_bytes + (b.moved_bytes - a.moved_bytes) * share
-        host_bytes = a.host_bytes + (b.host_bytes - a.host_bytes) * share
-        yield Operation(max(operations, 0), max(moved_bytes, 0), b.dtype, max(host_bytes, 0))
+
+    def along(a: Floats, b: Floats) -> Floats:
+        if len(a) != len(b):
+            return b * (samples / many)
+        return np.maximum(a + (b - a) * share, 0)
+
+    return Tally(
+        along(small.operations, large.operations),
+        along(small.moved_bytes, large.moved_bytes),
+        along(small.host_bytes, large.host_bytes),
+        large.dtypes,
+    )
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

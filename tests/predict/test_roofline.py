@@ -15,7 +15,7 @@ from autofit.predict.roofline import LAUNCH_SECONDS, MATRIX_SHARE, operator_seco
 from autofit.predict.splice import without_second
 from autofit.predict.step_predictor import StepPredictor
 from autofit.predict.tracing import trace_step
-from autofit.predict.work import Operation, work_at
+from autofit.predict.work import Operation, Tally, work_at
 from tests.models import ConvNet, Wide, image_batch, vector_batch
 
 RECOMPUTED = Checkpointing(mode="full", blocks=("blocks.0", "blocks.1", "blocks.2"))
@@ -62,14 +62,16 @@ def candidate(
 def test_a_known_product_takes_what_it_takes_by_hand() -> None:
     """8192³ in bfloat16 on an A100: 1.1e12 operations at 0.75 × 312e12 a second are 4.7 ms, not seconds."""
     operation = Operation(2 * 8192**3, 3 * 2 * 8192**2, torch.bfloat16)
-    seconds = operator_seconds(operation, find_gpu("A100 80GB"), precision="bfloat16")
+    (seconds,) = operator_seconds(Tally.of([operation]), find_gpu("A100 80GB"), precision="bfloat16")
     assert seconds == pytest.approx(2 * 8192**3 / (MATRIX_SHARE * 312e12) + LAUNCH_SECONDS)
     assert 4e-3 < seconds < 6e-3
 
 
 def test_what_moves_much_and_computes_little_waits_for_memory() -> None:
     """2 GB at 0.8 × 2039 GB/s."""
-    seconds = operator_seconds(Operation(0, 2e9, torch.float32), find_gpu("A100 80GB"), precision="float32")
+    (seconds,) = operator_seconds(
+        Tally.of([Operation(0, 2e9, torch.float32)]), find_gpu("A100 80GB"), precision="float32"
+    )
     assert seconds == pytest.approx(2 / (0.8 * 2039), rel=0.01)
 
 
@@ -78,8 +80,8 @@ def test_the_traced_products_are_counted(matrices: StepPredictor) -> None:
     matrices.step_seconds(candidate(3, 2), samples=6)
     known = matrices._work(candidate(3, 2), 6)
     square, last = 4096 * 4096, 4096 * 10
-    assert sum(o.operations for o in known.micro_step) == 2 * 3 * (5 * square + 3 * last)
-    assert sum(o.operations for o in known.optimizer_step) == 0
+    assert known.micro_step.operations.sum() == 2 * 3 * (5 * square + 3 * last)
+    assert known.optimizer_step.operations.sum() == 0
 
 
 def test_lower_precision_is_faster_where_matrices_are(matrices: StepPredictor) -> None:
@@ -110,11 +112,12 @@ def test_work_is_affine_in_the_samples(convolutions: StepPredictor) -> None:
     convolutions.step_seconds(candidate(16, 2), samples=32)
     convolutions._traces.step("float32", Checkpointing(), 16)
     made = convolutions._traces.made("float32", Checkpointing())
-    known = {samples: traced.log.work(traced.trace) for samples, traced in made.items()}
+    known = {samples: traced.work for samples, traced in made.items()}
     on_line = work_at(16, (3, known[3]), (5, known[5]))
-    for ours, theirs in zip(on_line.micro_step, known[16].micro_step, strict=True):
-        assert ours.operations == pytest.approx(theirs.operations)
-        assert ours.moved_bytes == pytest.approx(theirs.moved_bytes, rel=1e-6)
+    ours, theirs = on_line.micro_step, known[16].micro_step
+    assert ours.dtypes == theirs.dtypes
+    assert ours.operations == pytest.approx(theirs.operations)
+    assert ours.moved_bytes == pytest.approx(theirs.moved_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
