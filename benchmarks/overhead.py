@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -62,25 +63,33 @@ def by_autofit(model: nn.Module, micro_batches: int) -> Step:
     return TrainStep(model, torch.optim.AdamW(model.parameters()), candidate, loss_fn=F.cross_entropy)
 
 
-def measure(steps: int, micro_batches: int, width: int) -> tuple[float, float]:
-    """CPU seconds of a step by hand, and how much more a TrainStep takes.
+def measure(steps: int, micro_batches: int, width: int) -> dict[str, float]:
+    """CPU seconds of a step by hand, and the ratios to it of the same loop over a copy, and of a TrainStep.
 
-    Both are of the quickest tenth of the turns: what disturbs a thread only ever adds to its time.
+    The three take turns, each turn in another order, and a ratio is the median over the turns: what disturbs a thread
+    for a while disturbs all three. That of the copy is 1 but for noise, so it says how far the other can be trusted.
     """
     torch.manual_seed(0)
     model = make_model(width)
-    loops = by_hand(model, micro_batches), by_autofit(copy.deepcopy(model), micro_batches)
+    loops = {
+        "by_hand": by_hand(model, micro_batches),
+        "by_hand_again": by_hand(copy.deepcopy(model), micro_batches),
+        "autofit": by_autofit(copy.deepcopy(model), micro_batches),
+    }
     batch = (torch.randn(SAMPLES, INPUTS), torch.randint(CLASSES, (SAMPLES,)))
-    turns: tuple[list[float], list[float]] = ([], [])
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    chance = random.Random(0)
     for number in range(-2, -(-steps // TURN)):
-        for loop, times in zip(loops, turns, strict=True):
+        for name in chance.sample(sorted(loops), len(loops)):
+            loops[name](batch)  # brings its tensors back into the caches
             began = time.thread_time()
             for _ in range(TURN):
-                loop(batch)
+                loops[name](batch)
             if number >= 0:  # the first turns make the optimizer's state
-                times.append((time.thread_time() - began) / TURN)
-    hand, ours = (statistics.quantiles(times, n=10)[0] for times in turns)
-    return hand, ours - hand
+                times[name].append((time.thread_time() - began) / TURN)
+    hand = times.pop("by_hand")
+    ratios = {name: statistics.median(a / b for a, b in zip(own, hand, strict=True)) for name, own in times.items()}
+    return {"seconds_by_hand": statistics.median(hand), **ratios}
 
 
 def main() -> None:
@@ -91,10 +100,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=480)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hand, difference = measure(options.steps, options.micro_batches, options.width)
+    figures = measure(options.steps, options.micro_batches, options.width)
     print(
-        f"by_hand={hand * 1e3:.2f}ms overhead={difference * 1e6:.0f}us ratio={1 + difference / hand:.4f} "
-        f"micro_batches={options.micro_batches} steps={options.steps}"
+        f"by_hand={figures['seconds_by_hand'] * 1e3:.2f}ms noise={figures['by_hand_again']:.4f} "
+        f"ratio={figures['autofit']:.4f} micro_batches={options.micro_batches} steps={options.steps}"
     )
 
 
