@@ -15,6 +15,7 @@ from pathlib import Path
 
 from autofit.memory.replay import replay
 from benchmarks.recordings import Recording, compare
+from benchmarks.results import add_out, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,20 +23,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator", description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help=f"default: {default_folder()}")
     parser.add_argument("--speed", action="store_true", help="also print events per second")
+    add_out(parser)
     options = parser.parse_args(arguments)
     files = [file for path in options.paths or [default_folder()] for file in recordings_in(path)]
     if not files:
         print("No recordings found; name a .json or .json.gz file, or a folder that holds some.", file=sys.stderr)
         return 2
     recordings = [Recording.read(file) for file in files]
-    exact = True
-    for recording in recordings:
-        comparison = compare(recording)
-        exact = exact and comparison.exact
+    comparisons = [compare(recording) for recording in recordings]
+    for comparison in comparisons:
         print(comparison)
+    figures = {"recordings": len(comparisons), "exact": sum(comparison.exact for comparison in comparisons)}
     if options.speed:
-        print(f"events_per_second={events_per_second(recordings):.0f}")
-    return 0 if exact else 1
+        figures["events_per_second"] = round(events_per_second(recordings))
+        print(f"events_per_second={figures['events_per_second']}")
+    write(options.out, figures=figures, rows=[{"comparison": str(comparison)} for comparison in comparisons])
+    return 0 if figures["exact"] == len(comparisons) else 1
 
 
 def default_folder() -> Path:

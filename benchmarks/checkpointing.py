@@ -1,6 +1,6 @@
 """Checkpointing that is solved: are masks predicted right, is the cheapest one found, and what does it save?
 
-    python -m benchmarks.checkpointing [--masks 200] [--part woven|solved|trained] [--out FILE]
+    python -m benchmarks.checkpointing [--masks 200] [--part woven|solved|trained] [--quick] [--out FILE]
 
 woven    peaks of random masks put together from one trace per mode, against a trace of each mask.
 solved   the solver's cost against the cheapest mask by enumeration, 20 budgets each; how long it takes for 96 blocks.
@@ -12,16 +12,13 @@ Errors and ratios are within one run; seconds are this machine's.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
-from pathlib import Path
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -43,6 +40,7 @@ from autofit.snapshot import restored
 from autofit.step.blocks import discover_blocks
 from autofit.trial import TrialSetup, run_trial
 from autofit.units import format_bytes
+from benchmarks.results import add_out, write
 
 CPU = torch.device("cpu")
 MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
@@ -158,9 +156,9 @@ def masks_of(predictor: Predictor) -> Masks:
     return masks
 
 
-def woven(count: int) -> Iterator[Row]:
+def woven(count: int, most: int | None) -> Iterator[Row]:
     """Largest relative errors of the peaks of random masks."""
-    for name, build in WOVEN.items():
+    for name, build in islice(WOVEN.items(), most):
         predictor, chance = followed(*build(), "cuda"), random.Random(0)
         masks, errors = masks_of(predictor), []
         for _ in range(count):
@@ -174,10 +172,10 @@ def woven(count: int) -> Iterator[Row]:
         yield {"part": "woven", "model": name, "blocks": len(masks.blocks), "masks": count, "max_error": max(errors)}
 
 
-def solved() -> Iterator[Row]:
+def solved(most: int | None) -> Iterator[Row]:
     """The solver's cost over the cheapest mask's."""
     clock = partial(operator_seconds, gpu=REFERENCES["cuda"], precision="float32")
-    for name, build in SOLVED.items():
+    for name, build in islice(SOLVED.items(), most):
         masks, sizes = masks_of(followed(*build(), "cuda")), (64, 64)
         seconds, gaps, waits = masks.seconds(64, clock), [], []
         choices = list(product(range(len(masks.modes)), repeat=len(masks.blocks)))
@@ -193,6 +191,8 @@ def solved() -> Iterator[Row]:
             cost = masks.cost(found, 64, clock) if found is not None else float("inf")
             gaps.append(cost / cheapest - 1 if cheapest else 0.0)
         yield {"part": "solved", "model": name, "masks": len(choices), "max_gap": max(gaps), "max_seconds": max(waits)}
+    if most is not None:
+        return
     masks = masks_of(followed(*gpt2(96, width=32, tokens=16), "cuda"))
     plain, full = (
         fit_threshold(allocator_events(masks.at(dict.fromkeys(masks.blocks, mode), (64, 64)))) for mode in MODES[:2]
@@ -227,9 +227,9 @@ def trials(model: nn.Module, batch: Any, samples: int, cap_bytes: int) -> Iterat
         yield partial(run_trial, setup=setup)
 
 
-def trained() -> Iterator[Row]:
+def trained(most: int | None) -> Iterator[Row]:
     """Real steps: under a cap that plain training does not fit, with the solved mask and with full checkpointing."""
-    for name, (build, samples) in TRAINED.items():
+    for name, (build, samples) in islice(TRAINED.items(), most):
         model, batch = build()
         predictor = followed(model, batch, "cpu")
         masks = masks_of(predictor)
@@ -281,6 +281,17 @@ def show(row: Row) -> str:
     return f"{row['part']:<8} {row['model']:<20} {'  '.join(facts)}"
 
 
+def figures_of(rows: Sequence[Row]) -> dict[str, float]:
+    """The worst of each kind over the rows."""
+    worst = {
+        "woven_max_error": [row["max_error"] for row in rows if "max_error" in row],
+        "solved_max_gap": [row["max_gap"] for row in rows if "max_gap" in row],
+    }
+    speeds = [row["solved_over_full_speed"] for row in rows if row.get("solved_over_full_speed")]
+    figures = {name: round(max(values), 5) for name, values in worst.items() if values}
+    return figures | ({"solved_over_full_speed_least": round(min(speeds), 3)} if speeds else {})
+
+
 def shown(key: str, value: Any) -> str:
     """One figure for people."""
     if key.endswith("_bytes") and value:
@@ -293,22 +304,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masks", type=int, default=200, help="random masks for each model")
     parser.add_argument("--part", choices=("woven", "solved", "trained"), action="append")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--quick", action="store_true", help="a few masks of the first model of each part")
+    add_out(parser)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
+    most = 1 if options.quick else None
     parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "woven": partial(woven, options.masks),
-        "solved": solved,
-        "trained": trained,
+        "woven": partial(woven, min(options.masks, 20) if options.quick else options.masks, most),
+        "solved": partial(solved, most),
+        "trained": partial(trained, most),
     }
     rows: list[Row] = []
-    environment = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     for part in options.part or parts:
         for row in parts[part]():
             rows.append(row)
             print(show(row), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2))
+            write(options.out, figures=figures_of(rows), rows=rows)
     return 0
 
 

@@ -12,40 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.gpu_parts import PARTS, Report
+from benchmarks.results import environment
 
 # Share of the minutes that a part may take of those that are left when it begins.
 SHARES = {"tests": 0.25, "snapshots": 0.2, "memory": 0.5, "seconds": 0.5, "search": 0.8, "overhead": 1.0}
-
-
-def environment() -> dict[str, Any]:
-    """Where the figures are from."""
-    found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "device": properties.name,
-            "capability": list(torch.cuda.get_device_capability(0)),
-            "total_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
-    return found
 
 
 def run_all(out: Path, *, minutes: float, parts: Sequence[str], again: bool, dry: bool) -> int:

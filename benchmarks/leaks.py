@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +25,7 @@ from autofit.optimizers import optimizer_factory
 from autofit.snapshot import restored
 from autofit.trial import TrialSetup, run_trial
 from autofit.units import MiB
+from benchmarks.results import add_out, write
 
 CPU = torch.device("cpu")
 SETTLED_AFTER = 20  # trials in which caches of torch and Python fill
@@ -103,7 +102,7 @@ def main() -> int:
     """Prints the table; 1 when something grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="a multiple of 10, 40 or more")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     arguments = parser.parse_args()
     readings = run(arguments.trials)
     print(f"{'trial':>6} {'out of memory':>14} {'live tensors':>13} {'gc objects':>11} {'host MiB':>9}")
@@ -112,10 +111,7 @@ def main() -> int:
         print(f"{row} {r['host_bytes'] / MiB:9.1f}")
     grown = growth(readings)
     print(f"growth from the first to the second half after trial {SETTLED_AFTER}: {grown}")
-    if arguments.out:
-        environment = {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
-        document = {"environment": environment, "readings": readings, "growth": grown}
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    write(arguments.out, figures={"trials": arguments.trials, **grown}, rows=readings)
     flat = (
         grown["live_tensors"] <= 0
         and grown["gc_objects"] <= ALLOWED_OBJECTS

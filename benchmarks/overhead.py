@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from autofit.candidate import Candidate
 from autofit.step import TrainStep
+from benchmarks.results import add_out, write
 
 TURN = 5
 LAYERS = 10
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--width", type=int, default=480)
+    add_out(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(options.steps, options.micro_batches, options.width)
@@ -105,6 +107,8 @@ def main() -> None:
         f"by_hand={figures['seconds_by_hand'] * 1e3:.2f}ms noise={figures['by_hand_again']:.4f} "
         f"ratio={figures['autofit']:.4f} micro_batches={options.micro_batches} steps={options.steps}"
     )
+    settings = {"micro_batches": options.micro_batches, "steps": options.steps}
+    write(options.out, figures={name: round(value, 5) for name, value in figures.items()} | settings)
 
 
 if __name__ == "__main__":

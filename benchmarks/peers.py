@@ -1,6 +1,6 @@
 """Peers run as themselves: what batch size they find under the same budget, and how fast that trains.
 
-    python -m benchmarks.peers [--rounds 3] [--out FILE]
+    python -m benchmarks.peers [--rounds 3] [--quick] [--out FILE]
 
 Lightning's `Tuner.scale_batch_size` (both modes) and Accelerate's `find_executable_batch_size` search on the CPU, under
 the allocator model: every training step of theirs runs out of memory where CUDA's allocator would have. The batch that
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
 import math
-import platform
 import statistics
 import tempfile
 import time
@@ -25,8 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
-from pathlib import Path
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,6 +40,7 @@ from autofit.preparation import prepared
 from autofit.stepping import resident_tensors
 from autofit.trial import measure_need, meter_trial
 from autofit.units import MiB, format_bytes
+from benchmarks.results import add_out, write
 
 CPU = torch.device("cpu")
 SHARES = (0.3, 0.7)
@@ -339,29 +337,20 @@ def main() -> None:
     """Runs every method on every task, prints the table and the ratios."""
     parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=3, help="how often the steps are measured in turn")
-    parser.add_argument("--out", type=Path, help="write all figures and the environment as JSON")
+    parser.add_argument("--quick", action="store_true", help="only the first model, under one budget")
+    add_out(parser)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     found: list[Found] = []
-    for task in tasks():
+    for task in islice(tasks(), 1) if arguments.quick else tasks():
         new = compare(task, rounds=arguments.rounds)
         found += new
         print(table(new), flush=True)
     print(summary(found))
-    if arguments.out:
-        import accelerate
-        import lightning
-
-        environment = {
-            "autofit": autofit.__version__,
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "accelerate": accelerate.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-        }
-        rows = [asdict(f) for f in found]
-        arguments.out.write_text(json.dumps({"environment": environment, "found": rows}, indent=2) + "\n")
+    ratios = [f.ratio for f in found if f.fits and f.method in PEERS]
+    unfit = sum(not f.fits for f in found if f.method in PEERS)
+    figures = {"peer_over_autofit_mean": round(_mean(ratios), 3), "least": round(min(ratios), 3), "do_not_fit": unfit}
+    write(arguments.out, figures=figures | {"choices": len(ratios) + unfit}, rows=[asdict(f) for f in found])
 
 
 if __name__ == "__main__":

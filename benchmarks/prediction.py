@@ -33,6 +33,9 @@ from autofit.units import GiB, MiB
 from benchmarks.host_steps import Row, compare, workloads
 from benchmarks.measured_runs import Run, make_batch, make_model, train
 from benchmarks.metered_steps import compare_all
+from benchmarks.results import add_out, write
+
+Figures = dict[str, float]
 
 QUICK = ("mobilenet_v3_small", "squeezenet1_1", "vision_transformer", "Bert", "GPT2")
 GPU_NAMES = {"A100 SXM4 40GB": "A100 40GB"}
@@ -57,8 +60,8 @@ def predict_run(run: Run, gpu: str) -> Peaks:
     return replay(allocator_events(SizedTrace(trace, trace.sizes)), known.total_bytes - CUDA_CONTEXT_BYTES)
 
 
-def against_measured(path: Path) -> float:
-    """Prints a line for each run of the file and returns the median error in per cent over the runs that fitted."""
+def against_measured(path: Path) -> Figures:
+    """Prints a line for each run of the file; errors in per cent over the runs that fitted."""
     errors, study_errors, agreed = [], [], 0
     print(f"{'model':42} {'batch':>5} {'optimizer':9} {'gpu':14} measured predicted   error    xMem")
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
@@ -81,13 +84,19 @@ def against_measured(path: Path) -> float:
             f"{predicted / GiB:8.3f}G {error:+7.2f}% {study_error:+6.2f}% {seconds:6.1f} s{outcome}",
             flush=True,
         )
-    print(f"runs that fitted: {len(errors)}; fits or not told right: {agreed} of {len(rows)}")
-    print(f"p90_abs_error={percentile(errors, 90):.2f}%; xMem on the same runs: {statistics.median(study_errors):.2f}%")
-    return statistics.median(errors)
+    return {
+        "runs": len(rows),
+        "fits_told_right": agreed,
+        "runs_that_fitted": len(errors),
+        "median_error_percent": round(statistics.median(errors), 2),
+        "p90_error_percent": round(percentile(errors, 90), 2),
+        "xmem_median_error_percent": round(statistics.median(study_errors), 2),
+        "xmem_p90_error_percent": round(percentile(study_errors, 90), 2),
+    }
 
 
-def against_host(rows_path: Path | None, models: Sequence[str]) -> float:
-    """Prints predictions beside what the CPU's allocator reported; the median error in per cent, calibrated.
+def against_host(rows_path: Path | None, models: Sequence[str]) -> Figures:
+    """Prints predictions beside what the CPU's allocator reported; errors in per cent, traced only and calibrated.
 
     Rows are kept in `rows_path` as they come, and those that are there already are not run again.
     """
@@ -103,13 +112,15 @@ def against_host(rows_path: Path | None, models: Sequence[str]) -> float:
             _print_row(row)
             if rows_path is not None:
                 _append_row(rows_path, row)
+    figures: Figures = {"rows": len(rows), "models": len({row.model for row in rows})}
     for name in ("traced", "calibrated"):
         errors = [abs(_error(row, name)) for row in rows]
-        print(
-            f"{name}: {len(errors)} rows of {len({row.model for row in rows})} models, "
-            f"median {statistics.median(errors):.2f}%, p95 {percentile(errors, 95):.2f}%, largest {max(errors):.2f}%"
-        )
-    return statistics.median(abs(_error(row, "calibrated")) for row in rows)
+        figures |= {
+            f"{name}_median_percent": round(statistics.median(errors), 2),
+            f"{name}_p95_percent": round(percentile(errors, 95), 2),
+            f"{name}_largest_percent": round(max(errors), 2),
+        }
+    return figures
 
 
 def _error(row: Row, name: str) -> float:
@@ -142,8 +153,8 @@ def _append_row(path: Path, row: Row) -> None:
         writer.writerow(asdict(row))
 
 
-def against_meter() -> float:
-    """Prints predictions beside the tracked meter's readings and returns the median error in per cent."""
+def against_meter() -> Figures:
+    """Prints predictions beside the tracked meter's readings; errors in per cent."""
     errors = []
     print(f"{'model':20} {'candidate':46} {'optimizer':9}    metered  predicted   error")
     for name, optimizer, candidate, metered, predicted in compare_all():
@@ -153,8 +164,10 @@ def against_meter() -> float:
             f"{name:20} {candidate!s:46} {optimizer:9} {metered / MiB:8.1f} M {predicted / MiB:8.1f} M {error:+7.3f}%",
             flush=True,
         )
-    print(f"p95_abs_error={percentile(errors, 95):.2f}%")
-    return statistics.median(errors)
+    return {
+        "median_error_percent": round(statistics.median(errors), 2),
+        "p95_error_percent": round(percentile(errors, 95), 2),
+    }
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -163,7 +176,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table; the last line is the median error."""
+    """Prints a table; the last line sums it up."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prediction", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -172,17 +185,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--models", nargs="+", default=(), metavar="NAME", help="only these")
     parser.add_argument("--rows", type=Path, metavar="FILE.csv", help="keep rows here, and go on where it stopped")
+    add_out(parser)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop
     if options.measured:
-        median = against_measured(options.measured)
+        figures = against_measured(options.measured)
     elif options.meter:
-        median = against_meter()
+        figures = against_meter()
     else:
-        median = against_host(options.rows, QUICK if options.quick else options.models)
-    print(f"median_abs_error={median:.2f}%")
+        figures = against_host(options.rows, QUICK if options.quick else options.models)
+    print(" ".join(f"{name}={value}" for name, value in figures.items()))
+    write(options.out, figures=figures)
     return 0
 
 

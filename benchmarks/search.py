@@ -1,6 +1,6 @@
 """How many trials a search needs, and how near to the best it ends, on simulated devices.
 
-    python -m benchmarks.search [--seed N] [--out FILE]
+    python -m benchmarks.search [--seed N] [--quick] [--out FILE]
 
 Every method meets the same scenarios (12 models × 4 GPUs × 4 budgets, and the same models on a CPU), with noise. Its
 answer is held against the exhaustive optimum of the noiseless model, so all figures are ratios within the run.
@@ -9,22 +9,19 @@ answer is held against the exhaustive optimum of the noiseless model, so all fig
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import optuna
 
-import autofit
 from autofit.candidate import Candidate
 from autofit.finals import close_contenders
 from autofit.plan import Trial, best_trial
 from autofit.search import search
 from autofit.verdict import hopeless_seconds
+from benchmarks.results import add_out, write
 from benchmarks.simulation import CPU, GPUS, Scenario, scenarios
 
 BASELINE_TRIALS = 20
@@ -130,6 +127,9 @@ METHODS: dict[str, Method] = {
     "doubling, float32": doubling_plain,
 }
 
+# What tune() does, and what it does where nothing can be predicted.
+QUICK = ("autofit, predicting", "autofit, measuring")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -225,27 +225,25 @@ def main() -> None:
     """Runs all methods on all scenarios, prints the tables, writes the JSON."""
     parser = argparse.ArgumentParser(prog="benchmarks.search", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write scores and environment as JSON")
+    parser.add_argument("--quick", action="store_true", help="only what tune() does, and only on the GPUs")
+    add_out(parser)
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-    result: dict[str, list[dict[str, object]]] = {}
-    for title, devices in (("GPUs", GPUS), ("CPU", (CPU,))):
+    rows: list[dict[str, object]] = []
+    places = (("GPUs", GPUS),) if arguments.quick else (("GPUs", GPUS), ("CPU", (CPU,)))
+    for title, devices in places:
         scores = []
         for name, method in METHODS.items():
+            if arguments.quick and name not in QUICK:
+                continue
             runs = [run(method, s, seed=arguments.seed) for s in scenarios(seed=arguments.seed, devices=devices)]
             scores.append(score(name, runs))
         print(table(title, scores), flush=True)
-        result[title] = [asdict(s) for s in scores]
-    if arguments.out:
-        environment = {
-            "autofit": autofit.__version__,
-            "optuna": optuna.__version__,
-            "python": platform.python_version(),
-            "platform": platform.system(),
-            "seed": arguments.seed,
-        }
-        arguments.out.write_text(json.dumps({"environment": environment, "scores": result}, indent=2) + "\n")
+        rows += [{"devices": title, **asdict(s)} for s in scores]
+    ours = next(row for row in rows if row["method"] == QUICK[0])
+    figures = {name: round(value, 4) for name, value in ours.items() if isinstance(value, (int, float))}
+    write(arguments.out, figures=figures, rows=rows, seed=arguments.seed)
 
 
 if __name__ == "__main__":
