@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from autofit.budget import Budget, predicted_budget
 from autofit.candidate import NUMERIC_CHANGE, Candidate, Checkpointing, CheckpointingMode, SearchSpace
 from autofit.checks import check_call
-from autofit.device import DeviceInfo
+from autofit.device import DeviceInfo, half_precision
 from autofit.environment import describe_environment
 from autofit.errors import InfeasibleError
 from autofit.gpus import find_gpu
+from autofit.hindsight import insight
 from autofit.memory import Peaks
 from autofit.optimizers import optimizer_factory
 from autofit.plan import TIE_SHARE, Plan, Trial
@@ -33,6 +34,8 @@ from autofit.units import format_bytes, format_seconds
 # What it may cost to run so near the budget that the allocator has to give back what it caches, as the search assumes.
 CROWDED_COST = 0.05
 MEMORY_SOURCE = "predicted: nothing was run"
+# What is predicted of the winner beyond that it fits may take so long.
+LOOKING_BACK_SECONDS = 10.0
 BLIND_SPOTS = (
     "Nothing was run: memory and speed are predicted from the step on tensors without values. Before you train, let "
     "tune() try it on the GPU itself.",
@@ -126,7 +129,15 @@ class Forecaster:
         if plan.best_number is None:
             least = self._predictor.predict(plan.trials[0].candidate, samples=target_batch)
             _raise_nothing_fits(plan, allowance, least)
-        return plan
+        seen = insight(
+            self._predictor,
+            plan.candidate,
+            samples=target_batch,
+            blocks=blocks,
+            half=half_precision(self._info),
+            seconds=LOOKING_BACK_SECONDS,
+        )
+        return plan.model_copy(update={"insight": seen})
 
     def memory(self, plan: Plan) -> MemoryPrediction:
         """What the best candidate of a plan of this forecaster needs, and what for."""

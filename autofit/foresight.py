@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from autofit.candidate import Candidate, CheckpointingMode
+from autofit.candidate import Candidate, CheckpointingMode, Precision
+from autofit.hindsight import insight
+from autofit.insight import Insight
 from autofit.oom import guarded
 from autofit.plan import Trial
 from autofit.predict import MemoryPrediction, Predictor, UntraceableError
@@ -20,6 +22,10 @@ from autofit.step.blocks import Blocks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# What a plan says of its step may take this share of what the tuning took, and always so long.
+LOOKING_BACK_SHARE = 0.1
+LOOKING_BACK_SECONDS = 0.5
 
 
 class Foresight:
@@ -39,6 +45,8 @@ class Foresight:
         self._needed: dict[Candidate, int | None] = {}
         self._solved: dict[Candidate, Candidate] = {}
         self._obstacles: dict[str, None] = {}
+        self._blocks = Blocks((), "none are followed")
+        self._began = time.monotonic()
 
     def needed_bytes(self, candidate: Candidate) -> int | None:
         """The smallest cap under which the candidate should not run out; None where that is unknown."""
@@ -63,6 +71,7 @@ class Foresight:
 
     def follow(self, blocks: Blocks) -> None:
         """From now on masks over the blocks can be solved."""
+        self._blocks = blocks
         if self._predictor is not None:
             self._predictor.follow(blocks)
 
@@ -80,6 +89,20 @@ class Foresight:
                 logger.info("no mask was found for %s: %s", candidate, failure.message)
             self._solved[candidate] = found or candidate
         return self._solved[candidate]
+
+    def insight(self, best: Candidate, *, half: Precision) -> Insight | None:
+        """What the plan should say of the step that won; None where nothing can be predicted."""
+        if self._predictor is None or self._obstacles:
+            return None
+        seconds = max(LOOKING_BACK_SECONDS, LOOKING_BACK_SHARE * (time.monotonic() - self._began))
+        return insight(
+            self._predictor,
+            best,
+            samples=self._samples,
+            blocks=self._blocks,
+            half=half,
+            seconds=min(seconds, self._deadline - time.monotonic()),
+        )
 
     def bottleneck(self, candidate: Candidate) -> str:
         """What takes the candidate's memory, as predicted; empty where that is unknown."""

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
+from autofit.insight import Insight
 from autofit.loss_facts import Callables, LossFacts
 from autofit.recipe import to_python
 
@@ -105,6 +106,7 @@ class Plan(FrozenModel):
     environment: Environment
     notes: tuple[str, ...] = ()
     loss: LossFacts | None = None
+    insight: Insight | None = None
 
     @model_validator(mode="after")
     def _best_is_a_trial(self) -> Plan:

@@ -18,7 +18,7 @@ from autofit.budget import Budget
 from autofit.cache import PlanCache
 from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
-from autofit.device import DeviceInfo
+from autofit.device import DeviceInfo, half_precision
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.fidelity import keep_faithful
@@ -280,4 +280,5 @@ class _Tuning:
             ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),
             loss=loss_facts(self.setup.sample_batch, self.setup.layout, self.setup.model, **self.setup.loss_options),
+            insight=self.foresight.insight(best.candidate, half=half_precision(self.info)) if best else None,
         )
