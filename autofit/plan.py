@@ -208,6 +208,15 @@ class Plan(FrozenModel):
         """
         return to_python(self.candidate, target_batch=self.target_batch, facts=self.loss)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report's pictures into one file, of the kind that its ending names: .png, .pdf, .svg.
+
+        Raises ConfigError without matplotlib (`torch-autofit[plot]`), and where nothing can be written.
+        """
+        from autofit.report.plot import plot
+
+        plot(self, path)
+
     def to_training_arguments(self) -> dict[str, Any]:
         """Arguments of Hugging Face's `TrainingArguments`: `TrainingArguments(folder, **plan.to_training_arguments())`.
 

@@ -67,9 +67,9 @@ LAYERS = {
     "__init__": 11,
     "__main__": 11,
 }
-# A plan hands out the step that it describes, its check, and itself in another framework's words; these point upward,
-# inside the methods that need them.
-DOORS = {("plan", "step"), ("plan", "preflight"), ("plan", "integrations")}
+# A plan hands out the step that it describes, its check, its pictures, and itself in another framework's words; these
+# point upward, inside the methods that need them.
+DOORS = {("plan", "step"), ("plan", "preflight"), ("plan", "integrations"), ("plan", "report")}
 DATA_ONLY = ("report", "search")  # these know the data of layers 0 to 2 and nothing else
 
 

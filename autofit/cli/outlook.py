@@ -11,6 +11,7 @@ import typer
 
 from autofit.cli.defaults import ACCELERATOR_BATCH, SEED
 from autofit.cli.models import load_workload
+from autofit.cli.pages import write_page
 from autofit.cli.run import Output, Request, merged_arguments, save
 from autofit.errors import InfeasibleError
 from autofit.forecaster import Forecaster
@@ -35,6 +36,8 @@ def run(request: Request, output: Output, *, gpu: str) -> None:
         raise
     if output.path is not None:
         save(plan, output.path)
+    if output.report is not None:
+        write_page(plan, output.report)
     if output.as_json:
         typer.echo(plan.to_json().encode(), nl=False)
     else:

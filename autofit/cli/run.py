@@ -18,6 +18,7 @@ import autofit
 from autofit.candidate import SearchSpace
 from autofit.cli.defaults import ACCELERATOR_BATCH, CPU_BATCH, SEED, OptimizerName
 from autofit.cli.models import Workload, load_workload
+from autofit.cli.pages import write_page
 from autofit.cli.progress import TrialProgress, say
 from autofit.device import resolve_device
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
@@ -47,6 +48,7 @@ class Output:
 
     as_json: bool
     path: Path | None
+    report: Path | None = None
 
 
 def run(request: Request, output: Output) -> None:
@@ -130,6 +132,8 @@ def _deliver(plan: Plan, output: Output) -> None:
     try:
         if output.path is not None and plan.best_number is not None:
             save(plan, output.path)
+        if output.report is not None:
+            write_page(plan, output.report)
     finally:
         _print(plan, output)
 
