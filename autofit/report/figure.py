@@ -123,8 +123,10 @@ def bytes_axis(label: str, values: Sequence[float], *, from_zero: bool = True) -
 def number_axis(label: str, values: Sequence[float], *, from_zero: bool = True) -> Axis:
     """An axis over `values`, from zero unless told otherwise, with about five ticks at round numbers."""
     low, high = (0.0 if from_zero else min(values)), max(values)
-    step = _round_step((high - low) / 4 or high / 4 or 1.0)
-    first, last = math.floor(low / step + 1e-9), max(math.ceil(high / step - 1e-9), math.floor(low / step) + 1)
+    span = high - low if high - low > 1e-9 * high else high
+    step = _round_step(span / 4 or 1.0)
+    first = math.floor(low / step + 1e-9)
+    last = max(math.ceil(high / step - 1e-9), first + 1)
     ticks = tuple((step * number, _text(step * number, step)) for number in range(first, last + 1))
     return Axis(label, ticks[0][0], ticks[-1][0], ticks)
 

@@ -41,6 +41,7 @@ def plot(plan: Plan, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: nothing global is touched
         from matplotlib.figure import Figure as Sheet
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ConfigError("plan.plot needs matplotlib: pip install 'torch-autofit[plot]'.") from error
     shown = figures(plan)
@@ -48,8 +49,9 @@ def plot(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise ConfigError("This plan has no trial with a peak, so there is nothing to plot.")
     rows = -(-len(shown) // COLUMNS)
     columns = min(len(shown), COLUMNS)
-    sheet = Sheet(figsize=(WIDTH_INCHES * columns, HEIGHT_INCHES * rows), layout="constrained")
-    sheet.get_layout_engine().set(h_pad=0.15, w_pad=0.15)
+    sheet = Sheet(
+        figsize=(WIDTH_INCHES * columns, HEIGHT_INCHES * rows), layout=ConstrainedLayoutEngine(h_pad=0.15, w_pad=0.15)
+    )
     canvas = FigureCanvasAgg(sheet)
     places: Any = sheet.subplots(rows, columns, squeeze=False).flatten()
     for figure, place in zip(shown, places, strict=False):
