@@ -48,6 +48,10 @@ class Foresight:
         self._blocks = Blocks((), "none are followed")
         self._began = time.monotonic()
 
+    def has(self, candidate: Candidate) -> bool:
+        """Whether `needed_bytes` answers at once."""
+        return self._predictor is None or candidate in self._needed
+
     def needed_bytes(self, candidate: Candidate) -> int | None:
         """The smallest cap under which the candidate should not run out; None where that is unknown."""
         if candidate not in self._needed:

@@ -24,6 +24,7 @@ LAYERS = {
     "recipe_parts": 1.2,
     "recipe": 1.5,
     "plan": 2,
+    "progress": 2,
     "device": 3,
     "flags": 3,
     "random_states": 3,

@@ -83,17 +83,19 @@ def _tune(request: Request) -> Plan:
         f"autofit: {request.model} ({workload.description}) on {device}, "
         f"{arguments['target_batch']} samples per optimizer step",
     )
-    trials: list[Trial] = []
+    bounds = {name: arguments.get(name) for name in ("max_trials", "timeout")}
+    shown = TrialProgress(console, **bounds)
     try:
-        with TrialProgress(console) as progress:
-
-            def on_trial(trial: Trial) -> None:
-                trials.append(trial)
-                progress.on_trial(trial)
-
-            plan = autofit.tune(workload.model, workload.sample_batch, on_trial=on_trial, **arguments)
+        with shown:
+            plan = autofit.tune(
+                workload.model,
+                workload.sample_batch,
+                on_trial=shown.on_trial,
+                on_progress=shown.on_progress,
+                **arguments,
+            )
     except KeyboardInterrupt:
-        say(console, _interrupted(trials))
+        say(console, _interrupted(shown.trials))
         raise
     return plan.model_copy(update={"notes": (*plan.notes, *notes)})
 
