@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -19,7 +20,7 @@ from autofit.device import DeviceInfo, half_precision
 from autofit.environment import describe_environment
 from autofit.errors import InfeasibleError
 from autofit.gpus import find_gpu
-from autofit.hindsight import insight
+from autofit.hindsight import allowed_seconds, insight
 from autofit.memory import Peaks
 from autofit.optimizers import optimizer_factory
 from autofit.plan import TIE_SHARE, Plan, Trial
@@ -34,8 +35,6 @@ from autofit.units import format_bytes, format_seconds
 # What it may cost to run so near the budget that the allocator has to give back what it caches, as the search assumes.
 CROWDED_COST = 0.05
 MEMORY_SOURCE = "predicted: nothing was run"
-# What is predicted of the winner beyond that it fits may take so long.
-LOOKING_BACK_SECONDS = 10.0
 BLIND_SPOTS = (
     "Nothing was run: memory and speed are predicted from the step on tensors without values. Before you train, let "
     "tune() try it on the GPU itself.",
@@ -103,6 +102,7 @@ class Forecaster:
         self, *, target_batch: int, budget: str | int | float | None = None, space: SearchSpace | None = None
     ) -> Plan:
         """The forecast for a target batch; see `forecast`."""
+        began = time.monotonic()
         check_call(self._model, target_batch=target_batch, max_trials=None, timeout=None, space=space)
         allowance = predicted_budget(budget, info=self._info, context_bytes=CUDA_CONTEXT_BYTES)
         space = space or SearchSpace()
@@ -129,13 +129,17 @@ class Forecaster:
         if plan.best_number is None:
             least = self._predictor.predict(plan.trials[0].candidate, samples=target_batch)
             _raise_nothing_fits(plan, allowance, least)
+        return self._looked_back(plan, blocks, took=time.monotonic() - began)
+
+    def _looked_back(self, plan: Plan, blocks: Blocks, *, took: float) -> Plan:
+        """The plan with what is to be said of its step, after a forecast that `took` so many seconds."""
         seen = insight(
             self._predictor,
             plan.candidate,
-            samples=target_batch,
+            samples=plan.target_batch,
             blocks=blocks,
             half=half_precision(self._info),
-            seconds=LOOKING_BACK_SECONDS,
+            seconds=allowed_seconds(took),
         )
         return plan.model_copy(update={"insight": seen})
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from autofit.candidate import Candidate, CheckpointingMode, Precision
-from autofit.hindsight import insight
+from autofit.hindsight import allowed_seconds, insight
 from autofit.insight import Insight
 from autofit.oom import guarded
 from autofit.plan import Trial
@@ -22,10 +22,6 @@ from autofit.step.blocks import Blocks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# What a plan says of its step may take this share of what the tuning took, and always so long.
-LOOKING_BACK_SHARE = 0.1
-LOOKING_BACK_SECONDS = 0.5
 
 
 class Foresight:
@@ -98,14 +94,14 @@ class Foresight:
         """What the plan should say of the step that won; None where nothing can be predicted."""
         if self._predictor is None or self._obstacles:
             return None
-        seconds = max(LOOKING_BACK_SECONDS, LOOKING_BACK_SHARE * (time.monotonic() - self._began))
+        now = time.monotonic()
         return insight(
             self._predictor,
             best,
             samples=self._samples,
             blocks=self._blocks,
             half=half,
-            seconds=min(seconds, self._deadline - time.monotonic()),
+            seconds=min(allowed_seconds(now - self._began), self._deadline - now),
         )
 
     def bottleneck(self, candidate: Candidate) -> str:

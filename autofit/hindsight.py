@@ -18,8 +18,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What a plan says of its step may take this share of what finding it took, and always so long.
+SHARE = 0.1
+LEAST_SECONDS = 0.5
+
 # A line of candidates takes up to three traces; masks take two of each of three modes.
 LINE_TRACES, MASK_TRACES = 3, 6
+
+
+def allowed_seconds(took: float) -> float:
+    """How long looking back may take after a search that took so long; both in seconds."""
+    return max(LEAST_SECONDS, SHARE * took)
 
 
 def insight(

@@ -20,6 +20,8 @@ PARTS: Mapping[str, str] = {
     "temporary": "temporary",
 }
 PHASES = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer step"}
+# A prediction further from the measured peak than this is not to be trusted with parts of it.
+FAR_OFF = 0.2
 NO_PREDICTION = (
     "This plan holds no prediction of its step's memory: it is for a device or a model that cannot be predicted, or "
     "there was no time left for it. Only what was measured can be said."
@@ -56,6 +58,7 @@ def _memory(plan: Plan, seen: Insight) -> Iterator[str]:
         yield NO_PREDICTION
         return
     yield _at_peak(seen.best)
+    yield from _doubt(plan.best)
     states, parameters = seen.best.at_peak()["optimizer_states"], plan.environment.trainable_parameters
     if parameters:
         name = plan.environment.optimizer
@@ -78,6 +81,17 @@ def _at_peak(step: StepMemory) -> str:
         f"Most is in use in {PHASES[step.peak_phase()]}, predicted: {format_bytes(step.peak_bytes)}, of which {named}. "
         f"With what the allocator cannot use of its segments, the step needs {format_bytes(step.needed_bytes)}."
     )
+
+
+def _doubt(best: Trial) -> Iterator[str]:
+    """A prediction that missed what was measured is not passed on without saying so."""
+    predicted, measured = best.predicted_peak_bytes, best.peak_reserved_bytes
+    if predicted and measured and abs(predicted / measured - 1) > FAR_OFF:
+        off = f"{percent(abs(predicted / measured - 1))} {'below' if predicted < measured else 'above'}"
+        yield (
+            f"Beware: the prediction of this step is {off} what was measured, so what is predicted here and below says "
+            "little about bytes; the trials were measured."
+        )
 
 
 def _naive(plan: Plan, naive: StepMemory) -> str:

@@ -26,6 +26,16 @@ def test_what_takes_the_memory() -> None:
     assert "would need 916.0 MiB, predicted: it does not fit into the budget of 400.0 MiB" in text
 
 
+@pytest.mark.parametrize(("predicted_mib", "said"), [(79, False), (40, True), (120, True)])
+def test_a_prediction_that_missed_is_not_trusted(predicted_mib: int, said: bool) -> None:
+    """Where the measured peak of 80 MiB was predicted far off, the words say so."""
+    plan = seen()
+    best = plan.best.model_copy(update={"predicted_peak_bytes": predicted_mib * MIB})
+    others = tuple(trial for trial in plan.trials if trial.number != best.number)
+    text = words(plan.model_copy(update={"trials": (*others, best)}), "What takes")
+    assert ("Beware: the prediction of this step is 50%" in text) is said
+
+
 def test_techniques_are_held_against_the_best() -> None:
     """Bytes more or less, whether it fits, and the speed where it was measured."""
     text = words(seen(), "What each technique")
