@@ -131,6 +131,13 @@ def default_precisions(info: DeviceInfo) -> tuple[Precision, ...]:
     return ("float32", "bfloat16") if info.device.type == "xpu" else ("float32", "float16")
 
 
+def half_precision(info: DeviceInfo) -> Precision:
+    """The precision of 16 bits that the device is made for: float16 where it has no bfloat16."""
+    if info.device.type == "cuda" and torch.version.hip is None and (info.compute_capability or (8, 0)) < (8, 0):
+        return "float16"
+    return "float16" if info.device.type == "mps" else "bfloat16"
+
+
 def check_precision(precision: Precision, info: DeviceInfo) -> None:
     """Raises ConfigError when the device cannot compute in this precision at all."""
     capability = info.compute_capability

@@ -15,6 +15,7 @@ from autofit.device import synchronize
 from autofit.exactness import compare_with_float32
 from autofit.oom import guarded
 from autofit.plan import Seconds, Trial, best_trial
+from autofit.progress import Progress
 from autofit.stepping import step_until_applied
 from autofit.timing import Round, repeat_rounds
 from autofit.trial import TrialSetup, confirm_trial, run_trial
@@ -77,9 +78,11 @@ class Finals:
         Up to two micro-batches, the trial itself has run the whole effective step already.
         """
         if best.candidate.accumulation_steps > 2:
+            self._setup.tell(Progress("confirming the best", best.candidate))
             best = confirm_trial(best, self._setup)
         if not best.feasible or best.candidate.precision == "float32":
             return best
+        self._setup.tell(Progress("comparing with float32", best.candidate))
         try:
             self.notes.append(str(compare_with_float32(best.candidate, self._setup)))
         except UnstableError as error:
@@ -87,6 +90,7 @@ class Finals:
         return best
 
     def _measure_in_turn(self, finalists: Sequence[Trial]) -> None:
+        self._setup.tell(Progress("finals"))
         samples, failure = guarded(partial(measure_in_turn, [t.candidate for t in finalists], self._setup))
         self._setup.recover()
         if samples is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -15,10 +16,11 @@ from torch.optim import Optimizer
 from autofit.budget import Budget, predicted_budget
 from autofit.candidate import NUMERIC_CHANGE, Candidate, Checkpointing, CheckpointingMode, SearchSpace
 from autofit.checks import check_call
-from autofit.device import DeviceInfo
+from autofit.device import DeviceInfo, half_precision
 from autofit.environment import describe_environment
 from autofit.errors import InfeasibleError
 from autofit.gpus import find_gpu
+from autofit.hindsight import allowed_seconds, insight
 from autofit.memory import Peaks
 from autofit.optimizers import optimizer_factory
 from autofit.plan import TIE_SHARE, Plan, Trial
@@ -100,6 +102,7 @@ class Forecaster:
         self, *, target_batch: int, budget: str | int | float | None = None, space: SearchSpace | None = None
     ) -> Plan:
         """The forecast for a target batch; see `forecast`."""
+        began = time.monotonic()
         check_call(self._model, target_batch=target_batch, max_trials=None, timeout=None, space=space)
         allowance = predicted_budget(budget, info=self._info, context_bytes=CUDA_CONTEXT_BYTES)
         space = space or SearchSpace()
@@ -126,7 +129,19 @@ class Forecaster:
         if plan.best_number is None:
             least = self._predictor.predict(plan.trials[0].candidate, samples=target_batch)
             _raise_nothing_fits(plan, allowance, least)
-        return plan
+        return self._looked_back(plan, blocks, took=time.monotonic() - began)
+
+    def _looked_back(self, plan: Plan, blocks: Blocks, *, took: float) -> Plan:
+        """The plan with what is to be said of its step, after a forecast that `took` so many seconds."""
+        seen = insight(
+            self._predictor,
+            plan.candidate,
+            samples=plan.target_batch,
+            blocks=blocks,
+            half=half_precision(self._info),
+            seconds=allowed_seconds(took),
+        )
+        return plan.model_copy(update={"insight": seen})
 
     def memory(self, plan: Plan) -> MemoryPrediction:
         """What the best candidate of a plan of this forecaster needs, and what for."""

@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from autofit.candidate import Candidate, CheckpointingMode
+from autofit.candidate import Candidate, CheckpointingMode, Precision
+from autofit.hindsight import allowed_seconds, insight
+from autofit.insight import Insight
 from autofit.oom import guarded
 from autofit.plan import Trial
 from autofit.predict import MemoryPrediction, Predictor, UntraceableError
@@ -39,6 +41,12 @@ class Foresight:
         self._needed: dict[Candidate, int | None] = {}
         self._solved: dict[Candidate, Candidate] = {}
         self._obstacles: dict[str, None] = {}
+        self._blocks = Blocks((), "none are followed")
+        self._began = time.monotonic()
+
+    def has(self, candidate: Candidate) -> bool:
+        """Whether `needed_bytes` answers at once."""
+        return self._predictor is None or candidate in self._needed
 
     def needed_bytes(self, candidate: Candidate) -> int | None:
         """The smallest cap under which the candidate should not run out; None where that is unknown."""
@@ -63,6 +71,7 @@ class Foresight:
 
     def follow(self, blocks: Blocks) -> None:
         """From now on masks over the blocks can be solved."""
+        self._blocks = blocks
         if self._predictor is not None:
             self._predictor.follow(blocks)
 
@@ -80,6 +89,20 @@ class Foresight:
                 logger.info("no mask was found for %s: %s", candidate, failure.message)
             self._solved[candidate] = found or candidate
         return self._solved[candidate]
+
+    def insight(self, best: Candidate, *, half: Precision) -> Insight | None:
+        """What the plan should say of the step that won; None where nothing can be predicted."""
+        if self._predictor is None or self._obstacles:
+            return None
+        now = time.monotonic()
+        return insight(
+            self._predictor,
+            best,
+            samples=self._samples,
+            blocks=self._blocks,
+            half=half,
+            seconds=min(allowed_seconds(now - self._began), self._deadline - now),
+        )
 
     def bottleneck(self, candidate: Candidate) -> str:
         """What takes the candidate's memory, as predicted; empty where that is unknown."""

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
+from autofit.insight import Insight
 from autofit.loss_facts import Callables, LossFacts
 from autofit.recipe import to_python
 
@@ -105,6 +106,7 @@ class Plan(FrozenModel):
     environment: Environment
     notes: tuple[str, ...] = ()
     loss: LossFacts | None = None
+    insight: Insight | None = None
 
     @model_validator(mode="after")
     def _best_is_a_trial(self) -> Plan:
@@ -205,6 +207,15 @@ class Plan(FrozenModel):
         samples.
         """
         return to_python(self.candidate, target_batch=self.target_batch, facts=self.loss)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report's pictures into one file, of the kind that its ending names: .png, .pdf, .svg.
+
+        Raises ConfigError without matplotlib (`torch-autofit[plot]`), and where nothing can be written.
+        """
+        from autofit.report.plot import plot
+
+        plot(self, path)
 
     def to_training_arguments(self) -> dict[str, Any]:
         """Arguments of Hugging Face's `TrainingArguments`: `TrainingArguments(folder, **plan.to_training_arguments())`.

@@ -21,6 +21,7 @@ from autofit.memory import Meter, Reading
 from autofit.oom import guarded
 from autofit.optimizers import OptimizerFactory
 from autofit.plan import Trial
+from autofit.progress import Progress, Tell, tell_nobody
 from autofit.snapshot import Snapshot
 from autofit.step.accumulation import LossOptions, Part
 from autofit.step.train_step import TrainStep
@@ -34,7 +35,7 @@ class TrialSetup:
     """What all trials of one tuning share.
 
     `samples` is one rank's share of the target batch; `outside_bytes` what the process used on the device outside the
-    allocator when `cap_bytes` was computed; `loss_options` say what the loss is.
+    allocator when `cap_bytes` was computed; `loss_options` say what the loss is; `tell` hears what begins.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class TrialSetup:
     snapshot: Snapshot
     make_optimizer: OptimizerFactory
     loss_options: LossOptions = field(default_factory=LossOptions)
+    tell: Tell = tell_nobody
 
     def train_step(self, candidate: Candidate, *, optimizer: Optimizer | None = None) -> TrainStep:
         """The step that a user would train with, on an optimizer of its own unless one is shared."""
@@ -188,6 +190,9 @@ class _Run:
 
     def measure(self, deadline: float | None, hopeless_seconds: float | None) -> list[Round]:
         step, parts = self.meter_steps()
+        seen = self.reading()
+        peak = None if seen is None else seen.peak_reserved_bytes
+        self._setup.tell(Progress("measuring time", self._candidate, peak, cap_bytes=self._setup.cap_bytes))
         endless = itertools.cycle(parts)
 
         def end_of_step() -> None:

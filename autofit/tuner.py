@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -18,7 +18,7 @@ from autofit.budget import Budget
 from autofit.cache import PlanCache
 from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
-from autofit.device import DeviceInfo
+from autofit.device import DeviceInfo, half_precision
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.fidelity import keep_faithful
@@ -29,6 +29,7 @@ from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
 from autofit.preparation import prepared
 from autofit.probe import describe_blocks, probe
+from autofit.progress import Progress, Tell, tell_nobody
 from autofit.search import search
 from autofit.space import candidates, least_demanding, mask_modes, offloading
 from autofit.step.accumulation import LossOptions
@@ -59,6 +60,7 @@ def tune(
     storage: str | None = None,
     study_name: str | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    on_progress: Tell | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Finds the fastest training step of exactly `target_batch` samples that stays within the memory budget.
@@ -73,8 +75,9 @@ def tune(
     loss is a sum; by default a mean over samples. `optimizer`: one that exists, a callable of the parameters, or AdamW.
     `budget`: `"8GiB"`, bytes, a fraction such as 0.9, or what is free now. `max_trials` and `timeout` (seconds) bound
     the search. `storage`: an Optuna storage URL, so that a killed run goes on where it stopped. `on_trial` is called
-    with each trial as it ends. `cache`: a folder of plans. The same request for the same model on the same device and
-    versions gets its plan back after one whole step that confirms it; see `autofit.cache`.
+    with each trial as it ends, `on_progress` with an `autofit.progress.Progress` as each part of the work begins.
+    `cache`: a folder of plans. The same request for the same model on the same device and versions gets its plan back
+    after one whole step that confirms it; see `autofit.cache`.
 
     Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
     """
@@ -95,7 +98,7 @@ def tune(
         budget=budget,
         loss_options=options,
     ) as ready:
-        setup = ready.setup
+        setup = replace(ready.setup, tell=on_progress or tell_nobody)
         request = {"target_batch": target_batch, "budget": budget, "space": (space or SearchSpace()).model_dump()}
         request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed}
         kept = None if cache is None else PlanCache(cache, ready, request)
@@ -148,13 +151,14 @@ class _Tuning:
         on_trial: Callable[[Trial], None] | None,
     ) -> Plan:
         self.notes += [self.allowance.note, self.setup.layout.describe()]
+        self.setup.tell(Progress("checking the model"))
         try:
             choices = self._choices()
             deadline = None if timeout is None else time.monotonic() + timeout
             self.trials = search(
                 choices,
                 partial(self._evaluate, deadline=deadline),
-                predict=self.foresight.needed_bytes,
+                predict=self._needed_bytes,
                 cap_bytes=self.allowance.cap_bytes,
                 max_trials=max_trials,
                 timeout=timeout,
@@ -206,12 +210,19 @@ class _Tuning:
         needed = self.foresight.needed_bytes(least_demanding(choices))
         return [] if needed is None or needed <= self.allowance.cap_bytes else offloading(choices, blocks)
 
+    def _needed_bytes(self, candidate: Candidate) -> int | None:
+        if not self.foresight.has(candidate):
+            self.setup.tell(Progress("predicting memory", candidate))
+        return self.foresight.needed_bytes(candidate)
+
     def _evaluate(self, candidate: Candidate, *, deadline: float | None) -> Trial:
         """One trial, with the least recomputation that fits; the search knows it by the candidate that it proposed."""
         if deadline is not None and self.trials and time.monotonic() >= deadline:  # predicting took the rest
             return Trial(number=0, candidate=candidate, outcome="not_run", message="the time was up")
         cap, modes = self.allowance.cap_bytes, mask_modes(self.space)
         solved = self.foresight.solved(candidate, cap_bytes=cap, modes=modes)
+        needed = self.foresight.needed_bytes(solved) if solved == candidate else None
+        self.setup.tell(Progress("measuring memory", solved, needed, predicted=True, cap_bytes=cap))
         trial = run_trial(solved, self.setup, deadline=deadline, rival=best_trial(self.trials))
         return self.foresight.annotate(trial)
 
@@ -265,6 +276,8 @@ class _Tuning:
         )
 
     def _plan(self, best: Trial | None) -> Plan:
+        if best is not None:
+            self.setup.tell(Progress("predicting for the report", best.candidate))
         return Plan(
             target_batch=self.target_batch,
             budget_bytes=self.allowance.budget_bytes,
@@ -280,4 +293,5 @@ class _Tuning:
             ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),
             loss=loss_facts(self.setup.sample_batch, self.setup.layout, self.setup.model, **self.setup.loss_options),
+            insight=self.foresight.insight(best.candidate, half=half_precision(self.info)) if best else None,
         )

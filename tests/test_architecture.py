@@ -19,10 +19,12 @@ LAYERS = {
     "kept_operators": 0,
     "units": 0.5,
     "candidate": 1,
+    "insight": 1.2,
     "loss_facts": 1.2,
     "recipe_parts": 1.2,
     "recipe": 1.5,
     "plan": 2,
+    "progress": 2,
     "device": 3,
     "flags": 3,
     "random_states": 3,
@@ -52,6 +54,7 @@ LAYERS = {
     "checks": 8.5,
     "environment": 8.5,
     "fingerprint": 8.5,
+    "hindsight": 8.4,
     "foresight": 8.5,
     "probe": 8.5,
     "fidelity": 8.5,
@@ -65,9 +68,9 @@ LAYERS = {
     "__init__": 11,
     "__main__": 11,
 }
-# A plan hands out the step that it describes, its check, and itself in another framework's words; these point upward,
-# inside the methods that need them.
-DOORS = {("plan", "step"), ("plan", "preflight"), ("plan", "integrations")}
+# A plan hands out the step that it describes, its check, its pictures, and itself in another framework's words; these
+# point upward, inside the methods that need them.
+DOORS = {("plan", "step"), ("plan", "preflight"), ("plan", "integrations"), ("plan", "report")}
 DATA_ONLY = ("report", "search")  # these know the data of layers 0 to 2 and nothing else
 
 

@@ -52,6 +52,16 @@ def test_nothing_is_called_measured(plan: Plan) -> None:
         assert trial.peak_reserved_bytes is trial.step_seconds is trial.micro_step_seconds is None
 
 
+def test_the_plan_says_what_the_memory_is_for(plan: Plan) -> None:
+    """The memory of the best step, part by part, and other ways to run it, of the same prediction."""
+    assert plan.insight is not None
+    assert plan.insight.best is not None
+    assert plan.insight.best.candidate == plan.candidate
+    assert plan.insight.best.needed_bytes <= plan.cap_bytes
+    needed = {other.technique: other.needed_bytes for other in plan.insight.alternatives}
+    assert needed["smaller_micro_batch"] < plan.insight.best.needed_bytes
+
+
 def test_every_candidate_is_there(plan: Plan) -> None:
     """All splits, precisions and modes, the blocks found without running."""
     assert len({trial.candidate for trial in plan.trials}) == 4 * 2 * 2

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from autofit.cli.check import check
 from autofit.cli.predict import predict
+from autofit.cli.report import explain, report
 from autofit.cli.tune import tune
 from autofit.errors import AutofitError, InfeasibleError
 
@@ -33,6 +34,8 @@ app = typer.Typer(cls=DefaultCommandGroup, add_completion=False, pretty_exceptio
 app.command(DEFAULT_COMMAND)(tune)
 app.command("predict")(predict)
 app.command("check")(check)
+app.command("report")(report)
+app.command("explain")(explain)
 
 
 @app.callback()

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 
 import torch
 import typer
+from rich.console import Console
 
 from autofit.cli.defaults import ACCELERATOR_BATCH, SEED
 from autofit.cli.models import load_workload
+from autofit.cli.pages import write_page
+from autofit.cli.progress import waiting
 from autofit.cli.run import Output, Request, merged_arguments, save
 from autofit.errors import InfeasibleError
 from autofit.forecaster import Forecaster
@@ -28,13 +31,17 @@ def run(request: Request, output: Output, *, gpu: str) -> None:
     """Forecasts and prints the plan; where nothing fits, what each would need is printed before the error goes on."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's own code prints
-            plan, memory = _forecast(request, gpu)
+            console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+            with waiting(console, f"predicting {request.model} on {gpu}, without running it"):
+                plan, memory = _forecast(request, gpu)
     except InfeasibleError as error:
         if error.plan is not None:
             typer.echo(error.plan.to_json() if output.as_json else report_text(error.plan), nl=False)
         raise
     if output.path is not None:
         save(plan, output.path)
+    if output.report is not None:
+        write_page(plan, output.report)
     if output.as_json:
         typer.echo(plan.to_json().encode(), nl=False)
     else:

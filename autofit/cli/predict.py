@@ -62,6 +62,12 @@ def predict(
         Path | None,
         typer.Option(metavar="FILE", callback=check_out, rich_help_panel=OUTPUT, help="Write the plan here, as JSON."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=check_out, rich_help_panel=OUTPUT, help="Write a page of pictures here, as HTML."
+        ),
+    ] = None,
 ) -> None:
     """Predicts which ways to train a model fit on a GPU that need not be here.
 
@@ -79,4 +85,4 @@ def predict(
         space=given(precision=precision, checkpointing=checkpointing, micro_batch_size=micro_batch_size),
         arguments=given(target_batch=target_batch, budget=budget),
     )
-    run(request, Output(as_json=as_json, path=out), gpu=gpu)
+    run(request, Output(as_json=as_json, path=out, report=report), gpu=gpu)

@@ -18,6 +18,7 @@ import autofit
 from autofit.candidate import SearchSpace
 from autofit.cli.defaults import ACCELERATOR_BATCH, CPU_BATCH, SEED, OptimizerName
 from autofit.cli.models import Workload, load_workload
+from autofit.cli.pages import write_page
 from autofit.cli.progress import TrialProgress, say
 from autofit.device import resolve_device
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
@@ -47,6 +48,7 @@ class Output:
 
     as_json: bool
     path: Path | None
+    report: Path | None = None
 
 
 def run(request: Request, output: Output) -> None:
@@ -81,17 +83,19 @@ def _tune(request: Request) -> Plan:
         f"autofit: {request.model} ({workload.description}) on {device}, "
         f"{arguments['target_batch']} samples per optimizer step",
     )
-    trials: list[Trial] = []
+    bounds = {name: arguments.get(name) for name in ("max_trials", "timeout")}
+    shown = TrialProgress(console, **bounds)
     try:
-        with TrialProgress(console) as progress:
-
-            def on_trial(trial: Trial) -> None:
-                trials.append(trial)
-                progress.on_trial(trial)
-
-            plan = autofit.tune(workload.model, workload.sample_batch, on_trial=on_trial, **arguments)
+        with shown:
+            plan = autofit.tune(
+                workload.model,
+                workload.sample_batch,
+                on_trial=shown.on_trial,
+                on_progress=shown.on_progress,
+                **arguments,
+            )
     except KeyboardInterrupt:
-        say(console, _interrupted(trials))
+        say(console, _interrupted(shown.trials))
         raise
     return plan.model_copy(update={"notes": (*plan.notes, *notes)})
 
@@ -130,6 +134,8 @@ def _deliver(plan: Plan, output: Output) -> None:
     try:
         if output.path is not None and plan.best_number is not None:
             save(plan, output.path)
+        if output.report is not None:
+            write_page(plan, output.report)
     finally:
         _print(plan, output)
 

@@ -167,6 +167,12 @@ def tune(
             metavar="FILE", callback=check_out, rich_help_panel=OUTPUT, help="Write the plan to this file, as JSON."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=check_out, rich_help_panel=OUTPUT, help="Write a page of pictures here, as HTML."
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
@@ -202,7 +208,7 @@ def tune(
             cache=cache,
         ),
     )
-    run(request, Output(as_json=as_json, path=out))
+    run(request, Output(as_json=as_json, path=out, report=report))
 
 
 def given(**options: Any) -> dict[str, Any]:

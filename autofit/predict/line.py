@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import accumulate, compress
 
+from autofit.memory.config import MIN_BLOCK
 from autofit.predict.failures import UntraceableError
 from autofit.predict.recorder import Trace
 
@@ -26,6 +27,15 @@ class SizedTrace:
 
     trace: Trace
     sizes: list[int]
+
+    def blocks(self) -> list[int]:
+        """Bytes of the allocator's block for each storage."""
+        return [-(-size // MIN_BLOCK) * MIN_BLOCK for size in self.sizes]
+
+    def in_use(self) -> list[int]:
+        """Bytes in use after each event of the trace."""
+        blocks = self.blocks()
+        return list(accumulate(blocks[event] if event >= 0 else -blocks[~event] for event in self.trace.events))
 
     def without_scratch(self) -> SizedTrace:
         """The same less what operators take for themselves while they run."""

@@ -88,6 +88,13 @@ class Masks:
             seconds[barred, self.modes.index("selective")] = np.inf
         return seconds
 
+    def plain_seconds(self, samples: float, clock: Callable[[Tally], Floats]) -> float:
+        """Seconds of a micro-step of `samples` that recomputes nothing."""
+        few, many = self._traced["none"]
+        *_, start, stop = marked(few.trace)
+        sized = [((SIZES[0], few.log.segment(at)), (SIZES[1], many.log.segment(at))) for at in range(start, stop)]
+        return float(sum(clock(tally_at(samples, low, high)).sum() for low, high in sized))
+
     def cost(self, mask: Mask, samples: float, clock: Callable[[Tally], Floats]) -> float:
         """Seconds that a micro-step of `samples` takes longer under `mask` than without recomputation."""
         seconds = self.seconds(samples, clock)

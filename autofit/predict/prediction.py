@@ -8,7 +8,6 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, computed_field, mod
 
 from autofit.candidate import Candidate, FrozenModel
 from autofit.memory import Event, fit_threshold, replay
-from autofit.memory.config import MIN_BLOCK
 from autofit.predict.line import SizedTrace
 from autofit.predict.recorder import Phase
 from autofit.units import format_bytes
@@ -162,14 +161,8 @@ def allocator_events(sized: SizedTrace) -> list[Event]:
 
 def _peak(sized: SizedTrace) -> tuple[int, list[int]]:
     """The event with the most bytes in use, and the bytes in use after each event."""
-    rounded = [-(-size // MIN_BLOCK) * MIN_BLOCK for size in sized.sizes]
-    used, now, at, most = [], 0, 0, 0
-    for index, event in enumerate(sized.trace.events):
-        now += rounded[event] if event >= 0 else -rounded[~event]
-        used.append(now)
-        if now > most:
-            most, at = now, index
-    return at, used
+    used = sized.in_use()
+    return max(range(len(used)), key=used.__getitem__, default=0), used
 
 
 def _breakdown(sized: SizedTrace, at: int) -> dict[str, int]:

@@ -15,10 +15,13 @@ from autofit.batch import infer_layout
 from autofit.candidate import Candidate, Checkpointing, CheckpointingMode, Precision
 from autofit.errors import ConfigError
 from autofit.gpus import Capability, find_gpu
+from autofit.insight import BlockEffect, StepMemory
 from autofit.memory import Peaks, fit_threshold, replay
+from autofit.predict.effects import block_effects
 from autofit.predict.line import SIZES, Line, SizedTrace
 from autofit.predict.masks import Masks
 from autofit.predict.observed import observed_blocks
+from autofit.predict.occupancy import step_memory
 from autofit.predict.prediction import MemoryPrediction, allocator_events, describe
 from autofit.predict.recorder import Trace
 from autofit.predict.roofline import REFERENCES, operator_seconds
@@ -102,12 +105,11 @@ class Predictor:
         UntraceableError, for that line at once from then on, when the step needs values or the device.
         """
         sized, notes = self._sized(candidate, samples)
-        cuda = self._device.type == "cuda"
         return describe(
             sized,
             candidate=candidate,
             device=str(self._device),
-            context_bytes=CUDA_CONTEXT_BYTES if cuda else 0,
+            context_bytes=CUDA_CONTEXT_BYTES if self.on_cuda else 0,
             notes=(self._blind_spot(), *notes),
         )
 
@@ -146,6 +148,35 @@ class Predictor:
         mask = masks.solve(candidate.split(samples), cap_bytes, self._clock(candidate), modes=modes)
         return None if mask is None else candidate.model_copy(update={"checkpointing": Checkpointing.of(mask)})
 
+    def step_memory(self, candidate: Candidate, *, samples: int) -> StepMemory:
+        """What is in use over an optimizer step of `samples`, part by part."""
+        return step_memory(self.sized(candidate, samples=samples), candidate)
+
+    def block_effects(self, candidate: Candidate, *, samples: int) -> tuple[BlockEffect, ...]:
+        """What recomputing each of the blocks that were `follow`ed would save and cost; none where that is unknown."""
+        masks = self.masks(candidate.precision, offload=False)
+        if masks is None or "offload" in candidate.checkpointing.modes.values():
+            return ()
+        return block_effects(masks, candidate, candidate.split(samples), self._clock(candidate))
+
+    @property
+    def trace_seconds(self) -> float:
+        """How long a trace takes, as far as is known."""
+        return self._traces.seconds
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device that is predicted has CUDA's allocator and a host beside it."""
+        return self._device.type == "cuda"
+
+    def knows(self, candidate: Candidate) -> bool:
+        """Whether the candidate is answered in milliseconds, without a new trace."""
+        return (shared_precision(candidate.precision), candidate.checkpointing) in self._lines
+
+    def knows_masks(self, precision: Precision) -> bool:
+        """Whether masks in this precision are answered without a new trace."""
+        return (shared_precision(precision), False) in self._masks
+
     def _clock(self, candidate: Candidate) -> Callable[[Tally], Floats]:
         return partial(operator_seconds, gpu=self._gpu, precision=candidate.precision)
 
@@ -161,7 +192,7 @@ class Predictor:
     def _blind_spot(self) -> str:
         if self._calibrate:
             return _LEARNED
-        return _CUDA_BLIND_SPOT if self._device.type == "cuda" else _CPU_BLIND_SPOT
+        return _CUDA_BLIND_SPOT if self.on_cuda else _CPU_BLIND_SPOT
 
     def _sized(self, candidate: Candidate, samples: int | None) -> tuple[SizedTrace, tuple[str, ...]]:
         """The trace of the candidate's step, and what is to be said about it."""

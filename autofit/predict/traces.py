@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,7 @@ class Traces:
     """Traces by precision, checkpointing and micro-batch size. `blocks` may be followed.
 
     With `calibrate` two small micro-steps of each precision and checkpointing run for real before the first trace.
+    `seconds` is how long the slowest trace so far took.
     """
 
     def __init__(self, subject: Subject, *, calibrate: bool = False) -> None:
@@ -52,6 +54,7 @@ class Traces:
         self._calibrated: set[tuple[Precision, Checkpointing]] = set()
         self.blocks: tuple[str, ...] = ()
         self._made: dict[_Key, Traced] = {}
+        self.seconds = 0.0
 
     def step(
         self, precision: Precision, checkpointing: Checkpointing, samples: int, *, followed: bool = False
@@ -65,7 +68,7 @@ class Traces:
                 micro_batch_size=samples, accumulation_steps=2, precision=precision, checkpointing=checkpointing
             )
             logger.info("tracing %s without values, with %d samples", candidate, samples)
-            log = WorkLog(self.subject.device)
+            log, began = WorkLog(self.subject.device), time.perf_counter()
             trace = trace_step(
                 self.subject,
                 candidate,
@@ -74,6 +77,7 @@ class Traces:
                 learned=self._learn(candidate),
             )
             self._made[key] = Traced(trace, log)
+            self.seconds = max(self.seconds, time.perf_counter() - began)
         return self._made[key]
 
     def _learn(self, candidate: Candidate) -> Learned | None:

@@ -29,7 +29,7 @@ BEST = "*"
 
 def report(plan: Plan, *, plan_path: str | None = None) -> RenderableType:
     """The whole report; `plan_path` is where the plan was saved, for the snippet that trains with it."""
-    parts: list[RenderableType] = [Text(_headline(plan), style="bold"), "", TrialTable(plan)]
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), "", TrialTable(plan)]
     parts += [Text(line, style="dim") for line in _legend(plan)]
     parts += ["", *map(Text, _findings(plan))]
     parts += [Text(f"Note: {note}") for note in plan.notes]
@@ -70,16 +70,20 @@ class TrialTable:
                 f"{candidate.micro_batch_size} × {candidate.accumulation_steps}",
                 candidate.precision,
                 str(candidate.checkpointing),
-                _peak(trial) or "-",
-                _rate(trial) or "-",
-                _outcome(trial),
+                peak_in_words(trial) or "-",
+                rate_in_words(trial) or "-",
+                outcome_in_words(trial),
                 style=self._style(trial),
             )
         return table
 
     def _paragraphs(self) -> Iterator[RenderableType]:
         for trial in _shown(self._plan):
-            facts = (_peak(trial), _rate(trial) and f"{_rate(trial)} samples/s", _outcome(trial))
+            facts = (
+                peak_in_words(trial),
+                rate_in_words(trial) and f"{rate_in_words(trial)} samples/s",
+                outcome_in_words(trial),
+            )
             text = f"{self._mark(trial)}{trial.number}: {trial.candidate}: {', '.join(filter(None, facts))}"
             yield Text(text, style=self._style(trial))
 
@@ -96,10 +100,10 @@ def trial_line(trial: Trial) -> str:
     """One trial as one line: number, split, precision, checkpointing, peak, speed, outcome."""
     candidate = trial.candidate
     split = f"{candidate.micro_batch_size} × {candidate.accumulation_steps}"
-    rate = f"{_rate(trial)} samples/s" if trial.samples_per_second else ""
+    rate = f"{rate_in_words(trial)} samples/s" if trial.samples_per_second else ""
     line = (
         f"{trial.number:>4}  {split:<9}  {candidate.precision:<8}  {candidate.checkpointing!s:<8}  "
-        f"{_peak(trial):>9}  {rate:>16}  {_outcome(trial)}"
+        f"{peak_in_words(trial):>9}  {rate:>16}  {outcome_in_words(trial)}"
     )
     return f"{line}: {_reason(trial)}" if _reason(trial) else line
 
@@ -112,7 +116,7 @@ def recipe(plan: Plan) -> str:
     steps = candidate.accumulation_steps
     batch = f"the whole batch of {samples}" if steps == 1 else f"{steps} micro-batches of {_sizes(candidate, samples)}"
     ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
-    speed = f": {_rate(trial)} samples/s" if trial.samples_per_second else ""
+    speed = f": {rate_in_words(trial)} samples/s" if trial.samples_per_second else ""
     step = f", {format_seconds(trial.step_seconds.median)} per optimizer step" if trial.step_seconds else ""
     return (
         f"Train with {batch} per optimizer step{ranks}, {PRECISIONS[candidate.precision]}, "
@@ -120,7 +124,8 @@ def recipe(plan: Plan) -> str:
     )
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """The model, where it was tuned, the batch and the optimizer, in one line."""
     environment = plan.environment
     where = environment.device
     if environment.device_name != environment.device:
@@ -150,14 +155,14 @@ def _legend(plan: Plan) -> Iterator[str]:
 
 def _findings(plan: Plan) -> Iterator[str]:
     if plan.best_number is None:
-        yield f"Nothing fits into {_budget(plan)}."
+        yield f"Nothing fits into {budget_in_words(plan)}."
     else:
         yield recipe(plan)
         yield from _steadiness(plan.best)
-        yield from _tie(plan)
+        yield from tie(plan)
         peak = plan.best.peak_reserved_bytes
         if peak is not None:
-            yield f"Its peak is {format_bytes(peak)}, {_percent(peak / plan.cap_bytes)} of {_budget(plan)}."
+            yield f"Its peak is {format_bytes(peak)}, {percent(peak / plan.cap_bytes)} of {budget_in_words(plan)}."
     source = plan.environment.memory_source
     yield f"Memory was {source}." if source.startswith(("measured", "tracked", "predicted")) else f"Memory: {source}."
 
@@ -171,7 +176,7 @@ def _steadiness(trial: Trial) -> Iterator[str]:
         yield f"That is the median of {rounds} measured rounds; their interquartile range is {share} of it."
 
 
-def _tie(plan: Plan) -> Iterator[str]:
+def tie(plan: Plan) -> Iterator[str]:
     """Why the best trial is not the one with the highest figure, where it is not and no finals decided."""
     decided = best_trial(plan.trials)
     if decided is None or decided.number != plan.best_number:
@@ -181,12 +186,13 @@ def _tie(plan: Plan) -> Iterator[str]:
     fastest = max(rates, key=lambda number: rates[number], default=None)
     if own is not None and fastest is not None and rates[fastest] > own:
         yield (
-            f"Trial {fastest} was {_percent(rates[fastest] / own - 1)} faster, which is within the noise of the "
+            f"Trial {fastest} was {percent(rates[fastest] / own - 1)} faster, which is within the noise of the "
             "measurements: a tie, and a tie goes to less memory."
         )
 
 
-def _budget(plan: Plan) -> str:
+def budget_in_words(plan: Plan) -> str:
+    """What the trials had to fit into: `the budget of 8.0 GiB`."""
     if plan.cap_bytes == plan.budget_bytes:
         return f"the budget of {format_bytes(plan.budget_bytes)}"
     return (
@@ -231,13 +237,15 @@ def _blocks(count: int) -> str:
     return {0: "of every block", 1: "of 1 block"}.get(count, f"of {count} blocks")
 
 
-def _peak(trial: Trial) -> str:
+def peak_in_words(trial: Trial) -> str:
+    """The peak as measured, or with a tilde as predicted; empty where neither is known."""
     if trial.peak_reserved_bytes is not None:
         return format_bytes(trial.peak_reserved_bytes)
     return f"~{format_bytes(trial.predicted_peak_bytes)}" if trial.predicted_peak_bytes is not None else ""
 
 
-def _rate(trial: Trial) -> str:
+def rate_in_words(trial: Trial) -> str:
+    """Samples per second, with a tilde if predicted; empty where not known."""
     rate = trial.samples_per_second
     if rate is None:
         return ""
@@ -245,11 +253,13 @@ def _rate(trial: Trial) -> str:
     return f"~{text}" if trial.outcome == "predicted" else text
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share for people; a small one is not said to be nothing."""
     return f"{share:.0%}" if share >= 0.01 else "under 1%"
 
 
-def _outcome(trial: Trial) -> str:
+def outcome_in_words(trial: Trial) -> str:
+    """The outcome's name without underscores."""
     return trial.outcome.replace("_", " ")
 
 

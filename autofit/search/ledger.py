@@ -1,7 +1,8 @@
 """The study as a ledger of candidates and trials: numbers, resuming, several workers.
 
 An Optuna trial carries the parameters `micro_batch_size`, `accumulation_steps`, `precision` and `checkpointing` for
-people to read, and the whole `Trial` as a user attribute. How outcomes are told:
+people to read, the whole `Trial` as a user attribute, and its figures as attributes of their own, for Optuna's
+dashboard and data frames. How outcomes are told:
 
 | outcome                    | Optuna state | constraint "memory"                |
 |----------------------------|--------------|------------------------------------|
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import get_args
@@ -27,7 +29,7 @@ from autofit.candidate import Candidate, CheckpointingMode, Precision
 from autofit.plan import Trial
 from autofit.search.study import ChosenSampler, quiet
 from autofit.search.worker import describe_worker, is_alive
-from autofit.units import format_bytes
+from autofit.units import MiB, format_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class Ledger:
         result = result.model_copy(update={"number": running.number})
         with quiet():
             running.set_user_attr("trial", result.model_dump(mode="json"))
+            for name, value in _for_people(result):
+                running.set_user_attr(name, value)
             constraint = _constraint(result, self._cap)
             if constraint is not None:
                 running.set_constraint("memory", constraint)
@@ -185,6 +189,21 @@ def within_cap(trial: Trial, cap_bytes: int | None) -> Trial:
         return trial
     message = f"ran, but held {format_bytes(peak)} of {format_bytes(cap_bytes)}"
     return trial.model_copy(update={"outcome": "over_budget", "message": message})
+
+
+def _for_people(result: Trial) -> Iterator[tuple[str, str | float]]:
+    """What a column of a table should hold: short names, numbers to sort by."""
+    yield "outcome", result.outcome
+    yield "recomputed", str(result.candidate.checkpointing)  # the mask that was solved, not only its mode
+    for name, nbytes in (("peak_MiB", result.peak_reserved_bytes), ("predicted_peak_MiB", result.predicted_peak_bytes)):
+        if nbytes is not None:
+            yield name, round(nbytes / MiB, 1)
+    if result.samples_per_second is not None:
+        yield "samples_per_second", round(result.samples_per_second, 3)  # Optuna calls the value "objective 0"
+    if result.step_seconds is not None:
+        yield "step_seconds", result.step_seconds.median
+    if result.message:
+        yield "message", result.message.partition("\n")[0]
 
 
 def _state(result: Trial) -> TrialState:

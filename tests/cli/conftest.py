@@ -14,6 +14,7 @@ import autofit
 import autofit.cli.models.torchvision_zoo  # here: importing torch's compiler sets an environment variable
 from autofit.cli.app import main
 from autofit.plan import Plan, Trial
+from autofit.progress import Progress
 
 PLANS = Path(__file__).parents[1] / "report" / "golden"
 PLAN = Plan.load(PLANS / "cpu.json").model_copy(update={"notes": ()})
@@ -47,11 +48,14 @@ class FakeTune:
         storage: Any = None,
         study_name: Any = None,
         on_trial: Any = None,
+        on_progress: Any = None,
         cache: Any = None,
     ) -> Plan:
         """The signature that factories are checked against."""
         self.calls.append({key: value for key, value in locals().items() if key != "self"})
         self.during()
+        on_progress(Progress("checking the model"))
+        on_progress(Progress("predicting memory", self.trials[0].candidate))
         for trial in self.trials:
             on_trial(trial)
         if isinstance(self.answer, BaseException):

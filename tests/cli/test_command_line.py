@@ -33,8 +33,9 @@ def test_the_plan_goes_to_stdout_and_progress_to_stderr(run: Callable[..., Any],
     assert lines[0] == (
         "autofit: squeezenet1_1 (3 × 32 × 32 images, 1000 classes) on cpu, 32 samples per optimizer step"
     )
-    assert [line.split()[0] for line in lines[1:]] == ["0", "1", "2"]
-    assert lines[2] == "   1  16 × 2     float32   none       80.0 MiB     647 samples/s  feasible"
+    assert lines[1:3] == ["autofit: checking the model", "autofit: predicting memory"]
+    assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2"]
+    assert lines[4] == "   1  16 × 2     float32   none       80.0 MiB     647 samples/s  feasible"
 
 
 def test_json_is_one_document_even_when_the_model_prints(run: Callable[..., Any], fake: Any) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autofit.candidate import Candidate, Checkpointing
-from autofit.plan import Plan, Trial
+from autofit.plan import Trial
 from autofit.report.text import recipe, report_text, trial_line
-
-GOLDEN = Path(__file__).parent / "golden"
-PLANS = sorted(path.stem for path in GOLDEN.glob("*.json"))
-
-
-def load(name: str) -> Plan:
-    """One of the hand-made plans beside the golden texts."""
-    return Plan.load(GOLDEN / f"{name}.json")
+from tests.report.plans import GOLDEN, load
+from tests.report.plans import NAMES as PLANS
 
 
 def trial(**values: object) -> Trial:

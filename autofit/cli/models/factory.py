@@ -95,7 +95,7 @@ def _workload(made: Any, name: str) -> Workload:
         )
     if not isinstance(made, Mapping):
         raise ConfigError(f"The factory {name} returned a {type(made).__name__}: {_EXPECTED}.")
-    allowed = [key for key in inspect.signature(autofit.tune).parameters if key != "on_trial"]
+    allowed = [key for key in inspect.signature(autofit.tune).parameters if key not in ("on_trial", "on_progress")]
     for key in made:
         if key not in allowed:
             raise ConfigError(
