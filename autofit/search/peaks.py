@@ -30,7 +30,8 @@ def reach(line: Line, evidence: Evidence, *, cap_bytes: int | None) -> float:
     if estimate < failure:
         return estimate
     # The model said that the failure would fit, so only the bracket around the limit is left to go by.
-    return _inside_bracket(line.sizes[own.largest_fit] if own.largest_fit >= 0 else None, failure)
+    fitted = line.sizes[own.largest_fit] if own.largest_fit >= 0 else None
+    return max(_inside_bracket(fitted, failure), _next_larger(line, fitted or 0))
 
 
 def _estimate(line: Line, own: LineEvidence, evidence: Evidence, cap: int | None) -> float:
@@ -65,7 +66,7 @@ def _borrowed(line: Line, own: LineEvidence, evidence: Evidence, cap: int | None
     if own.smallest_failure is None:
         return max(guess, line.sizes[0])
     smaller_by = FALLBACK_FACTOR if guess == math.inf else 2
-    return min(guess, line.sizes[own.smallest_failure] / smaller_by)
+    return max(min(guess, line.sizes[own.smallest_failure] / smaller_by), line.sizes[0])
 
 
 def _shared_base(evidence: Evidence) -> float | None:

@@ -470,3 +470,20 @@ def test_a_hundred_thousand_candidates():
     search(candidates, device.evaluate, cap_bytes=device.cap_bytes, predict=affine_bytes)
     assert len(candidates) == 100_000
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("fitting", range(1, 5))
+@pytest.mark.parametrize("sizes", [(2, 4, 8, 9), (8, 9, 10, 11), (1, 30, 31, 32)])
+def test_finds_the_one_that_fits_without_predictions(sizes, fitting, known):
+    """However the sizes lie, a split that fits is found, and the largest where larger ones are faster."""
+    candidates = [Candidate(micro_batch_size=size, accumulation_steps=-(-64 // size)) for size in sizes]
+
+    def evaluate(candidate):
+        size = candidate.micro_batch_size
+        return fitted(candidate, seconds=1 / size, peak=size) if size in sizes[:fitting] else ran_out(candidate)
+
+    trials = search(candidates, evaluate, cap_bytes=sizes[fitting - 1] if known else None)
+    best = best_trial(trials)
+    assert best is not None
+    assert best.candidate.micro_batch_size == sizes[fitting - 1]
