@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autofit.predict.corrections import as_it_is
+
 Category = Literal[
     "weights",
     "gradients",
@@ -36,7 +38,6 @@ _DEVICE_OF = torch.ops.prim.device.default
 _SCALAR_OF = torch.ops.aten._local_scalar_dense.default
 _FIND_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.uniform_.default)
-_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _OTHERS_SEQUENCE = 2**62  # accumulation nodes are numbered beyond every node of a forward pass
 
 
@@ -142,15 +143,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _SCALAR_OF:
             return self._scalar(args[0])
         self._running = func
-        out = func(*args, **(kwargs or {}))
+        out = as_it_is(func, args, func(*args, **(kwargs or {})))
         if func is _FIND_OVERFLOW:
             found = args[1].untyped_storage()
             self._no_overflow[found._cdata] = weakref.ref(found)
         elif func in _UNIFORM and out.numel() == 1:
             out.constant = _half(out)
-        elif func is _LAYER_NORM_BACKWARD and out[0] is not None and not out[0].is_contiguous():
-            # The kernels write it contiguous; the stand-in for them follows the incoming gradient's strides.
-            out = (torch.empty(out[0].shape, dtype=out[0].dtype, device=out[0].device), *out[1:])
         if isinstance(out, torch.Tensor):
             self._see(out, func)
         elif isinstance(out, (tuple, list)):

@@ -261,3 +261,24 @@ def test_what_takes_the_memory_is_said():
     light = predict_memory(ConvNet(), image_batch(64), whole, device="cpu").bottleneck
     assert "of activations" in light
     assert "cannot help" not in light
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_what_a_recurrent_layer_keeps_for_backward_is_counted(kind: type[nn.RNNBase]) -> None:
+    """oneDNN's workspace is most of it, and the stand-in of its layer on fake tensors has none."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = kind(8, 32, num_layers=2, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.memory(x)[0][:, -1])
+
+    model, batch = Recurrent(), (torch.randn(12, 40, 8), torch.randint(10, (12,)))
+    for size, steps in ((12, 1), (4, 3)):
+        candidate = Candidate(micro_batch_size=size, accumulation_steps=steps)
+        predicted = predict_memory(model, batch, candidate, loss_fn=F.cross_entropy, device="cpu")
+        reading = metered(model, batch, candidate, torch.optim.AdamW, loss_fn=F.cross_entropy)
+        assert predicted.peak_allocated_bytes == pytest.approx(reading.peak_allocated_bytes, rel=0.02)
