@@ -11,6 +11,8 @@ from torch import nn
 
 from autofit.candidate import Candidate, Checkpointing, Parallelism
 from autofit.errors import ConfigError
+from autofit.loss_facts import LossFacts
+from autofit.recipe import to_python
 from autofit.step import TrainStep
 from tests.ranks import results, run_ranks
 
@@ -144,6 +146,31 @@ def assert_same(gradients: list[dict[str, torch.Tensor]], expected: list[dict[st
             torch.testing.assert_close(
                 gradient, whole[name], rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def trained_by_code(rank: int, shares: tuple[int, ...], candidate: Candidate) -> list[Any]:
+    """Gradients as the written code makes them, which has no autofit in it."""
+    model, tokens, targets = make(False)
+    begin = sum(shares[:rank])
+    own = slice(begin, begin + shares[rank])
+    facts = LossFacts(given=("loss_fn", "loss_weight"), splits={"0": 0, "1": 0}, weighting="own")
+    code = to_python(candidate, target_batch=SAMPLES, facts=facts)
+    written: dict[str, Any] = {}
+    exec(compile(code, "recipe", "exec"), written)
+    written["recompute_blocks"](model)
+    optimizer = Keeping(model)
+    wrapped = written["together"](model)
+    for _ in range(3):
+        written["train_step"](wrapped, optimizer, (tokens[own], targets[own]), loss_fn, count)
+    return optimizer.seen
+
+
+def test_the_plain_code_of_a_plan_does_the_same() -> None:
+    """What to_python() prints for several ranks: without autofit, the same gradients."""
+    candidate = Candidate(micro_batch_size=3, accumulation_steps=3, checkpointing=BLOCKS, parallelism=DDP)
+    expected, _ = of_one_process(False)
+    for gradients in results(run_ranks(trained_by_code, 2, (7, 6), candidate)):
+        assert_same(gradients, expected)
 
 
 def ignored_on_one_rank(rank: int) -> str:
