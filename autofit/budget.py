@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.device import DeviceInfo, free_bytes, reserve_bytes, reserved_bytes
+from autofit.distributed import Team
 from autofit.errors import ConfigError
 from autofit.memory import Meter
 from autofit.units import format_bytes, parse_budget
@@ -50,6 +51,19 @@ def resolve_budget(budget: str | int | float | None, *, info: DeviceInfo, meter:
             f"{format_bytes(outside)} outside the allocator. The device has {format_bytes(info.total_bytes)}."
         )
     return Budget(total, cap, outside, note + ".")
+
+
+def smallest_budget(own: Budget, team: Team) -> Budget:
+    """The budget of the rank whose allocator may hold least: it decides for all ranks of the team."""
+    budgets = team.gather((own.cap_bytes, own.budget_bytes))
+    cap, budget = min(budgets)
+    rank = budgets.index((cap, budget))
+    if max(budgets) == min(budgets):
+        return replace(own, note=f"{own.note} The other {team.size - 1} ranks have as much.")
+    note = (
+        f"{own.note} Of the {team.size} ranks, rank {rank} has the least, {format_bytes(budget)}, and decides for all."
+    )
+    return Budget(budget, cap, own.outside_bytes, note)
 
 
 def predicted_budget(budget: str | int | float | None, *, info: DeviceInfo, context_bytes: int) -> Budget:

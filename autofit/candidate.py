@@ -14,6 +14,7 @@ from autofit.errors import ConfigError
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 CheckpointingMode = Literal["none", "full", "selective", "offload"]
 RecomputingMode = Literal["none", "full", "selective"]
+ParallelMode = Literal["none", "ddp"]
 
 # How far each precision lies from float32; breaks ties, the exact one first.
 NUMERIC_CHANGE: dict[Precision, int] = {"float32": 0, "tf32": 1, "bfloat16": 2, "float16": 3}
@@ -89,6 +90,22 @@ class Checkpointing(FrozenModel):
         return "+".join(parts)
 
 
+class Parallelism(FrozenModel):
+    """How the ranks of a process group train one model together.
+
+    `ddp`: every rank has all of it, and gradients are exchanged (`DistributedDataParallel`). There,
+    `find_unused_parameters` is for models of which some parameters get no gradient, and `static_graph` says that every
+    step uses the same ones, of which torch makes use where nothing is accumulated.
+    """
+
+    mode: ParallelMode = "none"
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+
+    def __str__(self) -> str:
+        return self.mode
+
+
 class Candidate(FrozenModel):
     """One point of the search space: how to run one optimizer step.
 
@@ -100,6 +117,7 @@ class Candidate(FrozenModel):
     accumulation_steps: int = Field(ge=1)
     precision: Precision = "float32"
     checkpointing: Checkpointing = Checkpointing()
+    parallelism: Parallelism = Parallelism()
 
     def split(self, samples: int) -> tuple[int, ...]:
         """Sizes of the micro-batches of a batch of `samples`: they add up to it exactly and differ by one at most.
@@ -113,8 +131,10 @@ class Candidate(FrozenModel):
         return balanced(samples, parts)
 
     def __str__(self) -> str:
+        together = "" if self.parallelism.mode == "none" else f" {self.parallelism}"
         return (
             f"{self.micro_batch_size} × {self.accumulation_steps} {self.precision} checkpointing {self.checkpointing}"
+            f"{together}"
         )
 
 
@@ -148,11 +168,13 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidato
 class SearchSpace(FrozenModel):
     """The candidates that may be tried. What is left out takes the device's default.
 
-    `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split (48
-    for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`, `bfloat16`,
-    `float16`. `checkpointing`: modes that a block may be in, `none`, `full` and `selective`; without `none`, every
-    block is recomputed. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to recompute instead of
-    those that autofit finds. `even_split`: only micro-batches of one size, for frameworks that know no other.
+    `micro_batch_size`: a number, a range or a collection; each is an upper bound, made even by the balanced split
+    (48 for 512 samples becomes 47). `accumulation_steps`: likewise, exact. `precision`: `float32`, `tf32`,
+    `bfloat16`, `float16`. `checkpointing`: modes that a block may be in, `none`, `full` and `selective`; without
+    `none`, every block is recomputed. `checkpoint_blocks`: names or `fnmatch` patterns of the submodules to
+    recompute instead of those that autofit finds. `parallelism`: `ddp`, and only in a process group of several
+    ranks; `static_graph`: every step of the model uses the same parameters in the same order, which spares DDP some
+    work. `even_split`: only micro-batches of one size, for frameworks that know no other.
 
     Raises ConfigError when a value is not allowed.
     """
@@ -163,6 +185,8 @@ class SearchSpace(FrozenModel):
     checkpointing: Annotated[tuple[RecomputingMode, ...] | None, BeforeValidator(_as_choices)] = None
     checkpoint_blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_as_choices)] = None
     offload: bool | None = None
+    parallelism: Annotated[tuple[ParallelMode, ...] | None, BeforeValidator(_as_choices)] = None
+    static_graph: bool = False
     even_split: bool = False
 
     def __init__(self, **values: Any) -> None:

@@ -5,6 +5,7 @@ AutofitError
 ├── InfeasibleError                   nothing fits: the budget, the smallest peak seen, what would make it fit
 ├── StepError                         the user's model or loss failed for a reason that is not memory
 ├── DeviceLostError                   the device context is gone: stop; the best plan so far is attached
+├── RankLostError                     a rank of the process group died, hangs or stopped: all ranks start again
 ├── PlanMismatchError (ValueError)    a saved plan meets another model, device or version
 └── RestoreError                      state that could not be put back
 
@@ -62,6 +63,14 @@ class DeviceLostError(AutofitError):
     def __init__(self, message: str, *, plan: Plan | None = None) -> None:
         super().__init__(message)
         self.plan = plan
+
+
+class RankLostError(AutofitError):
+    """A rank of the process group died, does not answer, or stopped on an error of its own; `ranks` has its number."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class PlanMismatchError(AutofitError, ValueError):

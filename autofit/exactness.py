@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from autofit.candidate import Candidate, Precision
-from autofit.oom import Failure, guarded
+from autofit.oom import Failure
 from autofit.stepping import step_until_applied
 from autofit.trial import TrialSetup
 from autofit.verdict import UnstableError
@@ -64,12 +63,10 @@ def _loss_after(
     candidate: Candidate, precision: Precision, samples: int, setup: TrialSetup
 ) -> tuple[float | None, Failure | None]:
     plain = candidate.model_copy(update={"micro_batch_size": samples, "accumulation_steps": 1, "precision": precision})
-    loss, failure = guarded(partial(_train, plain, samples, setup))
-    setup.recover()
-    return loss, failure
+    return setup.attempt(_train, plain, samples)
 
 
-def _train(candidate: Candidate, samples: int, setup: TrialSetup) -> float:
+def _train(setup: TrialSetup, candidate: Candidate, samples: int) -> float:
     step = setup.train_step(candidate)
     parts = step.split(setup.batch_of(samples))
     with step.activated():

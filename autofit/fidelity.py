@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from autofit.candidate import Candidate, Checkpointing, RecomputingMode
 from autofit.errors import DeviceLostError
-from autofit.oom import Failure, guarded
+from autofit.oom import Failure
 from autofit.step.blocks import Blocks
 from autofit.trial import TrialSetup
 
@@ -72,29 +71,28 @@ class _Probe:
 
     def _gradients(self, checkpointing: Checkpointing) -> Gradients | None:
         """None when the step fails."""
-        gradients, failure = guarded(partial(self._micro_step, checkpointing))
-        self._setup.recover()
+        gradients, failure = self._setup.attempt(_micro_step, checkpointing)
         if failure is not None:
             self._note(failure, checkpointing)
         return gradients
-
-    def _micro_step(self, checkpointing: Checkpointing) -> Gradients:
-        setup = self._setup
-        setup.snapshot.rewind()
-        samples = min(SAMPLES, setup.samples)
-        candidate = Candidate(micro_batch_size=samples, accumulation_steps=1, checkpointing=checkpointing)
-        step = setup.train_step(candidate)
-        parts = step.split(setup.batch_of(samples))
-        resident = [*setup.model.parameters(), *setup.model.buffers()]
-        with setup.meter.metered(cap_bytes=setup.cap_bytes, resident=resident), step.activated():
-            step.micro_step(parts[0])
-        gradients = [parameter.grad for parameter in setup.model.parameters()]
-        return [None if gradient is None else gradient.detach().cpu().clone() for gradient in gradients]
 
     def _note(self, failure: Failure, checkpointing: Checkpointing) -> None:
         if failure.kind == "device_lost":
             raise DeviceLostError(f"The device {self._setup.device} is lost: {failure.message}") from failure.error
         logger.info("two samples with checkpointing %s: %s", checkpointing, failure.message)
+
+
+def _micro_step(setup: TrialSetup, checkpointing: Checkpointing) -> Gradients:
+    setup.snapshot.rewind()
+    samples = min(SAMPLES, setup.samples)
+    candidate = Candidate(micro_batch_size=samples, accumulation_steps=1, checkpointing=checkpointing)
+    step = setup.train_step(candidate)
+    parts = step.split(setup.batch_of(samples))
+    resident = [*setup.model.parameters(), *setup.model.buffers()]
+    with setup.meter.metered(cap_bytes=setup.cap_bytes, resident=resident), step.activated():
+        step.micro_step(parts[0])
+    gradients = [parameter.grad for parameter in setup.model.parameters()]
+    return [None if gradient is None else gradient.detach().cpu().clone() for gradient in gradients]
 
 
 def _difference(one: Gradients, other: Gradients) -> float:

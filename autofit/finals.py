@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from torch.optim import Optimizer
 
 from autofit.candidate import Candidate
 from autofit.device import synchronize
 from autofit.exactness import compare_with_float32
-from autofit.oom import guarded
 from autofit.plan import Seconds, Trial, best_trial
 from autofit.progress import Progress
-from autofit.stepping import step_until_applied
+from autofit.stepping import PacedStep, step_until_applied
 from autofit.timing import Round, repeat_rounds
 from autofit.trial import TrialSetup, confirm_trial, run_trial
 from autofit.units import format_seconds
@@ -91,13 +88,12 @@ class Finals:
 
     def _measure_in_turn(self, finalists: Sequence[Trial]) -> None:
         self._setup.tell(Progress("finals"))
-        samples, failure = guarded(partial(measure_in_turn, [t.candidate for t in finalists], self._setup))
-        self._setup.recover()
+        samples, failure = self._setup.attempt(measure_in_turn, [t.candidate for t in finalists])
         if samples is None:
             logger.info("the finals were not held: %s", failure.message if failure else "")
             return
         for trial, own in zip(finalists, samples, strict=True):
-            self._replace(_with_times(trial, own, samples=self._setup.samples))
+            self._replace(_with_times(trial, own, samples=self._setup.samples_of_all))
         self.notes.append(_describe([self._of(trial.number) for trial in finalists]))
 
     def _of(self, number: int) -> Trial:
@@ -123,7 +119,7 @@ def _rate(trial: Trial) -> float:
     return trial.samples_per_second or 0.0
 
 
-def measure_in_turn(candidates: Sequence[Candidate], setup: TrialSetup) -> list[list[float]]:
+def measure_in_turn(setup: TrialSetup, candidates: Sequence[Candidate]) -> list[list[float]]:
     """Seconds of the steps of each candidate, measured A B C A B C; one optimizer, whose state they share."""
     optimizer = setup.make_optimizer()
     lanes = [_Lane(candidate, setup, optimizer) for candidate in candidates]
@@ -142,31 +138,29 @@ class _Lane:
         self._steps = candidate.accumulation_steps
         self._step = setup.train_step(candidate, optimizer=optimizer)
         self._parts = self._step.split(setup.batch_of(setup.samples))
+        self._paced = PacedStep(self._step, self._parts)
         self.seconds: list[float] = []
 
     def turn(self) -> None:
         """A step to warm up, then whole effective steps; rounds of as many micro-steps as there is time for, if not."""
         with self._step.activated():
             step_until_applied(self._step, self._parts[:2])
-            sizing = self._rounds(min(2, len(self._parts)), seconds=0.0)[-1]
+            most = self._paced.micro_steps
+            sizing = self._rounds(min(2, most), seconds=0.0)[-1]
             count = int(TURN_SECONDS / max(sizing.micro_step_seconds, 1e-6)) + 1
-            count = min(max(count, sizing.micro_steps), len(self._parts))
+            count = min(max(count, sizing.micro_steps), most)
             self.seconds += [r.step_seconds(self._steps) for r in self._rounds(count, seconds=TURN_SECONDS)]
 
     def _rounds(self, count: int, *, seconds: float) -> list[Round]:
-        parts = itertools.cycle(self._parts)
-
-        def end_of_step() -> None:
-            self._step.optimizer_step()
-            self._step.zero_grad()
-
-        return repeat_rounds(
-            lambda: self._step.micro_step(next(parts)),
-            end_of_step,
+        rounds = repeat_rounds(
+            self._paced.micro_step,
+            self._paced.end_of_step,
             micro_steps=count,
             seconds=seconds,
             synchronize=lambda: synchronize(self._setup.device),
+            slowest=self._setup.team.slowest,
         )
+        return self._paced.told_apart(rounds)
 
 
 def _with_times(trial: Trial, seconds: Sequence[float], *, samples: int) -> Trial:

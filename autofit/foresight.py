@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from autofit.candidate import Candidate, CheckpointingMode, Precision
+from autofit.candidate import Candidate, CheckpointingMode, Parallelism, Precision
 from autofit.hindsight import allowed_seconds, insight
 from autofit.insight import Insight
 from autofit.oom import guarded
@@ -27,16 +27,24 @@ T = TypeVar("T")
 class Foresight:
     """Predictions of one tuning. Where the step cannot be traced it has none, and `notes` say what stopped it.
 
-    `predictor` is None for devices that cannot be predicted, `cap_bytes` is the cap on the allocator. After `deadline`,
+    `predictor` is None for devices that cannot be predicted, `cap_bytes` is the cap on the allocator and
+    `bucket_bytes` what gradients take where ranks exchange them. After `deadline`,
     by the monotonic clock, nothing new is predicted or solved.
     """
 
     def __init__(
-        self, predictor: Predictor | None, *, samples: int, cap_bytes: int, deadline: float | None = None
+        self,
+        predictor: Predictor | None,
+        *,
+        samples: int,
+        cap_bytes: int,
+        bucket_bytes: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self._predictor = predictor
         self._samples = samples
         self._cap = cap_bytes
+        self._bucket_bytes = bucket_bytes
         self._deadline = math.inf if deadline is None else deadline
         self._needed: dict[Candidate, int | None] = {}
         self._solved: dict[Candidate, Candidate] = {}
@@ -53,9 +61,10 @@ class Foresight:
         if candidate not in self._needed:
             if time.monotonic() >= self._deadline:
                 return None
-            self._needed[candidate] = self._ask(
-                candidate, lambda predictor: predictor.needed_bytes(candidate, samples=self._samples)
+            needed = self._ask(
+                candidate, lambda predictor: predictor.needed_bytes(_alone(candidate), samples=self._samples)
             )
+            self._needed[candidate] = None if needed is None else needed + self._beside(candidate)
         return self._needed[candidate]
 
     def watch(self, blocks: Blocks) -> Blocks:
@@ -83,16 +92,22 @@ class Foresight:
             if time.monotonic() >= self._deadline:
                 return candidate
             modes = {*modes, candidate.checkpointing.mode}
-            solve = partial(self._predictor.solve, samples=self._samples, cap_bytes=cap_bytes, modes=modes)
-            found, failure = guarded(lambda: solve(candidate))
+            left = cap_bytes - self._beside(candidate)
+            solve = partial(self._predictor.solve, samples=self._samples, cap_bytes=left, modes=modes)
+            found, failure = guarded(lambda: solve(_alone(candidate)))
             if failure is not None:
                 logger.info("no mask was found for %s: %s", candidate, failure.message)
-            self._solved[candidate] = found or candidate
+            together = {"parallelism": candidate.parallelism}
+            self._solved[candidate] = found.model_copy(update=together) if found else candidate
         return self._solved[candidate]
 
+    def _beside(self, candidate: Candidate) -> int:
+        """Bytes of gradient buckets that one rank on its own would not have; those of accumulated gradients it has."""
+        return self._bucket_bytes if candidate.parallelism.mode == "ddp" and candidate.accumulation_steps == 1 else 0
+
     def insight(self, best: Candidate, *, half: Precision) -> Insight | None:
-        """What the plan should say of the step that won; None where nothing can be predicted."""
-        if self._predictor is None or self._obstacles:
+        """What the plan should say of the step that won; None where nothing, or not the whole, can be predicted."""
+        if self._predictor is None or self._obstacles or best.parallelism.mode != "none":
             return None
         now = time.monotonic()
         return insight(
@@ -107,19 +122,21 @@ class Foresight:
     def bottleneck(self, candidate: Candidate) -> str:
         """What takes the candidate's memory, as predicted; empty where that is unknown."""
         prediction: MemoryPrediction | None = self._ask(
-            candidate, lambda predictor: predictor.predict(candidate, samples=self._samples)
+            candidate, lambda predictor: predictor.predict(_alone(candidate), samples=self._samples)
         )
         return f" Predicted: {prediction.bottleneck}" if prediction else ""
 
     def annotate(self, trial: Trial) -> Trial:
         """The trial with the reserved peak predicted under the cap; where it should not fit, with what it needs."""
         candidate = trial.candidate
+        beside = self._beside(candidate)
+        left = self._cap - beside
         peaks = self._ask(
-            candidate, lambda predictor: predictor.peaks(candidate, samples=self._samples, cap_bytes=self._cap)
+            candidate, lambda predictor: predictor.peaks(_alone(candidate), samples=self._samples, cap_bytes=left)
         )
         if peaks is None:
             return trial
-        predicted = peaks.peak_reserved_bytes if peaks.fits else self.needed_bytes(candidate)
+        predicted = peaks.peak_reserved_bytes + beside if peaks.fits else self.needed_bytes(candidate)
         return trial.model_copy(update={"predicted_peak_bytes": predicted})
 
     def notes(self, trials: Sequence[Trial]) -> tuple[str, ...]:
@@ -148,3 +165,8 @@ class Foresight:
             self._obstacles.setdefault(str(failure.error) if known else failure.message)
             logger.info("no prediction for %s: %s", candidate, failure.message)
         return answer
+
+
+def _alone(candidate: Candidate) -> Candidate:
+    """The candidate as one process would run it, which is what can be traced."""
+    return candidate.model_copy(update={"parallelism": Parallelism()})

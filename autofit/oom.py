@@ -108,6 +108,16 @@ def release_frames(error: BaseException) -> None:
         traceback.clear_frames(link.__traceback__)
 
 
+def tracebacks_to_text(error: BaseException) -> None:
+    """Writes the traceback into a note of the error and lets go of it, and so of what even emptied frames hold.
+
+    Those are the functions that ran in them, with the variables that these share with functions around them.
+    """
+    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    for link in _chain(error):
+        link.__traceback__ = None
+
+
 def guarded(run: Callable[[], T]) -> tuple[T, None] | tuple[None, Failure]:
     """Runs something that may fail: its result, or the failure with nothing left alive by it.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
-from autofit.candidate import FrozenModel
+from autofit.candidate import FrozenModel, balanced
 from autofit.device import check_precision, device_info, resolve_device
+from autofit.distributed import Team, team_of_all, world_size
 from autofit.environment import describe_environment
 from autofit.errors import ConfigError, PlanMismatchError, StepError
 from autofit.plan import Environment, Plan, Trial
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # A step that takes longer is checked by its largest micro-batch alone, for a pre-flight is to take seconds.
 LONG_SECONDS = 5.0
+# A rank that does not answer for so long is stuck.
+RANK_SECONDS = 600.0
 
 
 class CheckOptions(LossOptions, total=False):
@@ -68,23 +72,17 @@ def check_plan(
     candidate, seconds = plan.candidate, plan.best.micro_step_seconds
     whole = seconds is not None and (candidate.accumulation_steps + 1) * seconds <= LONG_SECONDS
     device = _device(plan, options.get("device"), model)
-    ready = prepared(
-        model,
-        sample_batch,
-        samples=plan.target_batch // plan.world_size,
-        optimizer=options.get("optimizer"),
-        device=device,
-        budget=_budget(plan, options.get("budget"), device),
-        loss_options={
-            "loss_fn": options.get("loss_fn"),
-            "compute_loss": options.get("compute_loss"),
-            "loss_weight": options.get("loss_weight"),
-            "batch_dims": options.get("batch_dims"),
-        },
-    )
-    with ready as here:
+    if plan.world_size != world_size():
+        raise ConfigError(
+            f"The plan is for {plan.world_size} rank(s), and {world_size()} are here. Start the check with torchrun "
+            f"--nproc-per-node {plan.world_size}, in an initialised process group."
+        )
+    with ExitStack() as entered:
+        team = entered.enter_context(team_of_all(timeout=RANK_SECONDS))
+        here = entered.enter_context(_prepared(plan, model, sample_batch, options, device=device, team=team))
         differences = _compare(plan, here, model)
-        trial = meter_trial(candidate, here.setup, whole=whole)
+        setup = here.setup
+        trial = team.lead(setup, lambda: meter_trial(candidate, setup, whole=whole), recover=setup.recover)
     if trial.outcome not in ("feasible", "out_of_memory", "over_budget"):
         raise StepError(f"The plan's step does not run on this {type(model).__name__}: {trial.message}.")
     return PlanCheck(
@@ -95,6 +93,27 @@ def check_plan(
         budget_bytes=here.allowance.budget_bytes,
         cap_bytes=here.allowance.cap_bytes,
         seconds=time.monotonic() - began,
+    )
+
+
+def _prepared(
+    plan: Plan, model: nn.Module, sample_batch: Any, options: CheckOptions, *, device: torch.device, team: Team
+) -> AbstractContextManager[Prepared]:
+    return prepared(
+        model,
+        sample_batch,
+        samples=balanced(plan.target_batch, team.size)[team.rank],
+        optimizer=options.get("optimizer"),
+        device=device,
+        budget=_budget(plan, options.get("budget"), device),
+        loss_options={
+            "loss_fn": options.get("loss_fn"),
+            "compute_loss": options.get("compute_loss"),
+            "loss_weight": options.get("loss_weight"),
+            "batch_dims": options.get("batch_dims"),
+        },
+        team=team,
+        target_samples=plan.target_batch,
     )
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.batch import infer_layout
-from autofit.budget import Budget, resolve_budget
+from autofit.budget import Budget, resolve_budget, smallest_budget
 from autofit.device import DeviceInfo, device_info, resolve_device
+from autofit.distributed import Team
 from autofit.errors import InfeasibleError
 from autofit.memory import Meter, meter_for
 from autofit.optimizers import optimizer_factory
@@ -43,8 +44,12 @@ def prepared(
     device: str | torch.device | None,
     budget: str | int | float | None,
     loss_options: LossOptions,
+    team: Team | None = None,
+    target_samples: int | None = None,
 ) -> Iterator[Prepared]:
     """Everything that `run_trial` needs, inside; arguments as of `tune`, and `samples` per optimizer step.
+
+    With a `team` of several ranks, `samples` are this one's of `target_samples`, and the smallest cap is everyone's.
 
     On exit model, optimizer, random states and torch's switches are what they were. Raises ConfigError and
     InfeasibleError as `tune` does.
@@ -61,6 +66,8 @@ def prepared(
         snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
         undone.enter_context(_training(model))
         allowance = resolve_budget(budget, info=info, meter=meter)
+        if team is not None and team.size > 1:
+            allowance = smallest_budget(allowance, team)
         undone.enter_context(meter.capped(allowance.cap_bytes))
         setup = TrialSetup(
             model=model,
@@ -74,6 +81,8 @@ def prepared(
             snapshot=snapshot,
             make_optimizer=make_optimizer,
             loss_options=loss_options,
+            team=team or Team(),
+            target_samples=target_samples,
         )
         yield Prepared(setup, info, allowance)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from autofit.candidate import Candidate
+from autofit.distributed import first_failure
 from autofit.errors import AutofitError, ConfigError, DeviceLostError, StepError
-from autofit.loss import check_weighting, resolve_loss, resolve_weighting
-from autofit.oom import Failure, guarded
+from autofit.loss import Weighting, check_weighting, resolve_loss, resolve_weighting
+from autofit.oom import Failure
 from autofit.step.blocks import Blocks, discover_blocks, keep_checkpointable, observe_calls
 from autofit.trial import TrialSetup
 
@@ -22,10 +24,11 @@ _SHOWN = 5  # blocks that are named in a note
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Blocks that may be recomputed, and what the user should know."""
+    """Blocks that may be recomputed, what the user should know, and trainable parameters that no gradient reached."""
 
     blocks: Blocks
     notes: tuple[str, ...]
+    unused: tuple[str, ...] = ()
 
 
 def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> ProbeResult:
@@ -37,11 +40,12 @@ def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> Probe
     blocks = discover_blocks(setup.model, patterns=block_patterns)
     samples, shrunk = min(max(setup.layout.samples, 2), setup.samples), False
     while True:
-        observed, failure = guarded(lambda: _plain_step(setup, samples, blocks))  # noqa: B023 -- called right here
-        setup.recover()
+        reports = setup.reports(_plain_step, samples, blocks)
+        failure = first_failure(reports)
         if failure is None:
-            assert observed is not None
-            return ProbeResult(observed, _weighting_notes(setup))
+            seen = [report.value for report in reports if report.value is not None]
+            unused = tuple(dict.fromkeys(name for _, names in seen for name in names))
+            return ProbeResult(seen[0][0], _weighting_notes(setup), unused)
         out_of_memory = failure.kind in ("memory", "maybe_memory")
         if (not out_of_memory and not shrunk) or failure.kind == "device_lost":
             _raise(failure, setup)
@@ -50,7 +54,8 @@ def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> Probe
         samples, shrunk = samples // 2, True
 
 
-def _plain_step(setup: TrialSetup, samples: int, blocks: Blocks) -> Blocks:
+def _plain_step(setup: TrialSetup, samples: int, blocks: Blocks) -> tuple[Blocks, tuple[str, ...]]:
+    """The blocks as they ran, and the names of trainable parameters that got no gradient."""
     candidate = Candidate(micro_batch_size=samples, accumulation_steps=1)
     step = setup.train_step(candidate)
     parts = step.split(setup.batch_of(samples))
@@ -67,12 +72,13 @@ def _plain_step(setup: TrialSetup, samples: int, blocks: Blocks) -> Blocks:
                 "logarithms or divisions of zero, unnormalised inputs, or targets outside the classes.",
                 phase="forward",
             )
+        unused = tuple(n for n, p in setup.model.named_parameters() if p.requires_grad and p.grad is None)
         if all(parameter.grad is None for parameter in setup.model.parameters()):
             raise ConfigError(
                 "The loss does not reach the model's parameters: after backward none of them has a gradient. "
                 "Compute it from the model's output, without detach(), item() or torch.no_grad()."
             )
-    return keep_checkpointable(blocks, observed)
+    return keep_checkpointable(blocks, observed), unused
 
 
 def _raise(failure: Failure, setup: TrialSetup) -> None:
@@ -102,19 +108,8 @@ def describe_blocks(blocks: Blocks) -> tuple[str, ...]:
 
 def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
     """How micro-batches are weighted, and whether that gives the full batch's loss."""
-    options = setup.loss_options
-    batch = setup.batch_of(min(max(setup.layout.samples, 3), 8))
-    loss_fn, compute_loss = options.get("loss_fn"), options.get("compute_loss")
-    weighting = resolve_weighting(
-        batch,
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        loss_weight=options.get("loss_weight"),
-        model=setup.model,
-    )
-    loss = resolve_loss(loss_fn=loss_fn, compute_loss=compute_loss)
-    difference, failure = guarded(lambda: check_weighting(loss, setup.model, setup.layout, batch, weighting))
-    setup.recover()
+    weighting = _weighting(setup, _few_samples(setup))
+    difference, failure = setup.attempt(_difference_of_parts)
     if failure is not None and failure.kind == "device_lost":
         _raise(failure, setup)
     notes = [weighting.describe()]
@@ -126,3 +121,25 @@ def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
         logger.warning("%s", mismatch)
         notes.append(mismatch)
     return tuple(notes)
+
+
+def _few_samples(setup: TrialSetup) -> Any:
+    return setup.batch_of(min(max(setup.layout.samples, 3), 8))
+
+
+def _weighting(setup: TrialSetup, batch: Any) -> Weighting:
+    options = setup.loss_options
+    return resolve_weighting(
+        batch,
+        loss_fn=options.get("loss_fn"),
+        compute_loss=options.get("compute_loss"),
+        loss_weight=options.get("loss_weight"),
+        model=setup.model,
+    )
+
+
+def _difference_of_parts(setup: TrialSetup) -> float | None:
+    """How far the loss of a few samples is from that of their parts, as a share; None where that cannot be said."""
+    options, batch = setup.loss_options, _few_samples(setup)
+    loss = resolve_loss(loss_fn=options.get("loss_fn"), compute_loss=options.get("compute_loss"))
+    return check_weighting(loss, setup.model, setup.layout, batch, _weighting(setup, batch))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from textwrap import indent
 
 from autofit.candidate import Candidate
 from autofit.errors import ConfigError
 from autofit.kept_operators import KEPT_OPERATORS
 from autofit.loss_facts import LossFacts
 from autofit.recipe_parts import (
+    DATA_PARALLEL,
     LIGHT_SPLIT,
     OFFLOADED,
     RECOMPUTE_BLOCKS,
@@ -36,6 +38,7 @@ def to_python(candidate: Candidate, *, target_batch: int, facts: LossFacts | Non
         _loss(facts),
         _weight(facts),
         TO_DEVICE,
+        _together(candidate),
         _recompute(candidate),
         _step(candidate, facts),
     ]
@@ -45,8 +48,9 @@ def to_python(candidate: Candidate, *, target_batch: int, facts: LossFacts | Non
 def _head(candidate: Candidate, target_batch: int, facts: LossFacts) -> str:
     modes = set(candidate.checkpointing.modes.values())
     tools = []
-    if modes & {"full", "selective"}:
-        tools.append("from contextlib import contextmanager, nullcontext")
+    contexts = ["contextmanager", "nullcontext"] if modes & {"full", "selective"} else []
+    if contexts or candidate.parallelism.mode == "ddp":
+        tools.append(f"from contextlib import {', '.join(contexts or ['nullcontext'])}")
     if modes:
         tools.append("from functools import partial")
     checkpoints = [
@@ -57,10 +61,13 @@ def _head(candidate: Candidate, target_batch: int, facts: LossFacts) -> str:
     imports = "\n".join(tools) + "\n\n" * bool(tools) + "import torch\n"
     if checkpoints:
         imports += f"from torch.utils.checkpoint import {', '.join(checkpoints)}\n"
-    first = "Call recompute_blocks(model) once, then train_step" if modes else "Call train_step"
+    calls = ["recompute_blocks(model) once"] if modes else []
+    calls += ["model = together(model)"] if candidate.parallelism.mode == "ddp" else []
+    first = f"Call {', '.join(calls)}, then train_step" if calls else "Call train_step"
+    whose = " with a rank's share of it" if candidate.parallelism.mode == "ddp" else ""
     return f'''"""{target_batch} samples per optimizer step: {candidate}.
 
-{first} for every batch. {_about_weights(facts)}
+{first} for every batch{whose}. {_about_weights(facts)}
 """
 
 {imports}
@@ -153,13 +160,33 @@ def _recompute(candidate: Candidate) -> str:
     return "\n\n\n".join(part.strip("\n") for part in parts if part)
 
 
+def _together(candidate: Candidate) -> str:
+    parallelism = candidate.parallelism
+    if parallelism.mode == "none":
+        return ""
+    static = parallelism.static_graph and candidate.accumulation_steps == 1
+    return DATA_PARALLEL.format(unused=parallelism.find_unused_parameters and not static, static=static)
+
+
+def _loop(candidate: Candidate, facts: LossFacts, skipping: str, body: str) -> tuple[str, str]:
+    """Code before the first micro-batch, and of all of them; where there are ranks, the last exchanges gradients."""
+    if candidate.parallelism.mode == "none":
+        return "", f"    for part, weight in zip(parts, weights):\n{skipping}{body}"
+    counted = "    counted_parts = [(part, weight) for part, weight in zip(parts, weights) if weight]\n"
+    begin = f"{counted}    parts, weights = zip(*counted_parts)\n" if skipping else ""
+    ranks = "torch.distributed.get_world_size()"
+    begin += f"    share = {ranks if facts.weighting == 'sum' else 'share_of(sum(weights), device)'}\n"
+    exchanging = "        with nullcontext() if part is parts[-1] else model.no_sync():\n"
+    return begin, f"    for part, weight in zip(parts, weights):\n{exchanging}{indent(body, '    ')}"
+
+
 def _step(candidate: Candidate, facts: LossFacts) -> str:
     precision = candidate.precision
-    setup, forward, indent = "", "", ""
+    setup, forward, deeper = "", "", ""
     scaled, stepped, begin = "loss.backward()", "optimizer.step()", ""
     if precision in ("bfloat16", "float16"):
         forward = f"        with torch.autocast(device.type, dtype=torch.{precision}):\n"
-        indent = "    "
+        deeper = "    "
     else:
         mode = "tf32" if precision == "tf32" else "ieee"
         setup = (
@@ -173,22 +200,28 @@ def _step(candidate: Candidate, facts: LossFacts) -> str:
         begin = "    global scaler\n    scaler = scaler or torch.amp.GradScaler(device.type)\n"
     arguments, loss = _arguments(facts), _called(facts)
     weights, skipping, factor = _factors(facts)
+    clear = "optimizer.zero_grad(set_to_none=True)"
+    if candidate.parallelism.mode == "ddp":
+        factor = f"({factor} * share)"
+        if candidate.accumulation_steps > 1:  # they stay in the buckets that are exchanged
+            clear = "optimizer.zero_grad(set_to_none=False)"
+    body = f"""        part = to(part, device)
+{forward}        {deeper}loss = {loss}
+        loss = loss * {factor}
+        {scaled}
+        total = total + loss.detach()
+"""
+    shared, loop = _loop(candidate, facts, skipping, body)
     return f'''{setup}def train_step(model, optimizer, batch{arguments}):
     """One optimizer step; returns the loss of the whole batch."""
     device = next(model.parameters()).device
 {begin}    samples = samples_of(batch)
     sizes = sizes_of(samples)
     parts = split(batch, sizes)
-{weights}    optimizer.zero_grad(set_to_none=True)
+{weights}{shared}    {clear}
     total = 0.0
-    for part, weight in zip(parts, weights):
-{skipping}        part = to(part, device)
-{forward}        {indent}loss = {loss}
-        loss = loss * {factor}
-        {scaled}
-        total = total + loss.detach()
-    {stepped}
-    optimizer.zero_grad(set_to_none=True)
+{loop}    {stepped}
+    {clear}
     return total
 '''
 

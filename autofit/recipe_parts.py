@@ -141,3 +141,18 @@ def recompute_blocks(model):
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # a cache would be filled a second time
 '''
+
+DATA_PARALLEL = '''
+def together(model):
+    """The model as all ranks of the process group train it."""
+    return torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters={unused}, static_graph={static}
+    )
+
+
+def share_of(own, device):
+    """What makes the mean over ranks that of the whole batch, where this rank's part of it weighs `own`."""
+    total = torch.tensor(float(own), device=device)
+    torch.distributed.all_reduce(total)
+    return torch.distributed.get_world_size() * own / float(total)
+'''

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autofit.candidate import Candidate, Checkpointing, CheckpointingMode, SearchSpace
+from autofit.candidate import Candidate, Checkpointing, CheckpointingMode, Parallelism, SearchSpace
 from autofit.device import DeviceInfo, check_precision, default_precisions
 from autofit.errors import ConfigError
 from autofit.step.blocks import Blocks
 
 
-def candidates(space: SearchSpace, *, samples: int, info: DeviceInfo, blocks: Blocks) -> list[Candidate]:
+def candidates(
+    space: SearchSpace,
+    *,
+    samples: int,
+    info: DeviceInfo,
+    blocks: Blocks,
+    parallelisms: Sequence[Parallelism] = (Parallelism(),),
+) -> list[Candidate]:
     """Every candidate of the space for `samples` per optimizer step on one rank.
 
     Raises ConfigError for a precision that the device cannot compute in, and for checkpointing without blocks.
@@ -22,11 +29,28 @@ def candidates(space: SearchSpace, *, samples: int, info: DeviceInfo, blocks: Bl
             "offload=True moves activations to the host's memory, and there the CPU's tensors lie anyway."
         )
     return [
-        Candidate(micro_batch_size=size, accumulation_steps=steps, precision=precision, checkpointing=checkpointing)
+        Candidate(
+            micro_batch_size=size,
+            accumulation_steps=steps,
+            precision=precision,
+            checkpointing=checkpointing,
+            parallelism=parallelism,
+        )
         for size, steps in space.splits(samples)
         for precision in space.precision or default_precisions(info)
         for checkpointing in _checkpointings(space, blocks)
+        for parallelism in parallelisms
     ]
+
+
+def parallelisms(space: SearchSpace, *, ranks: int, unused: Sequence[str] = ()) -> tuple[Parallelism, ...]:
+    """The ways in which so many ranks may train together; `unused` are trainable parameters that get no gradient."""
+    if ranks == 1:
+        return (Parallelism(),)
+    return tuple(
+        Parallelism(mode=mode, find_unused_parameters=bool(unused), static_graph=space.static_graph)
+        for mode in space.parallelism or ("ddp",)
+    )
 
 
 def _checkpointings(space: SearchSpace, blocks: Blocks) -> Iterator[Checkpointing]:

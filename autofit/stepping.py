@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.step.accumulation import Part
 from autofit.step.train_step import TrainStep
+from autofit.timing import Round
 from autofit.verdict import UnstableError
 
 # Halved so often, the gradient scale goes from its initial 65536 to below 1: what overflows then is not finite at all.
@@ -25,7 +28,8 @@ def step_until_applied(step: TrainStep, parts: Sequence[Part]) -> float:
     """
     for _ in range(SCALER_ATTEMPTS):
         step.zero_grad()
-        losses = [step.micro_step(part) for part in parts]
+        step.begin(parts)
+        losses = [step.micro_step(part, last=index == len(parts)) for index, part in enumerate(parts, start=1)]
         scale = step.scaler.get_scale() if step.scaler else 1.0
         step.optimizer_step()
         step.zero_grad()
@@ -35,6 +39,40 @@ def step_until_applied(step: TrainStep, parts: Sequence[Part]) -> float:
         if step.scaler is None or step.scaler.get_scale() >= scale:
             return sum(values)
     raise UnstableError(f"the gradients overflow in {step.candidate.precision} at every scale that was tried")
+
+
+class PacedStep:
+    """A step in the two stretches that are timed apart: `micro_steps` alike, and the rest up to the optimizer's end.
+
+    Where ranks exchange gradients in the last micro-step of several, that one belongs to the rest.
+    """
+
+    def __init__(self, step: TrainStep, parts: Sequence[Part]) -> None:
+        self._step = step
+        self._parts = itertools.cycle(parts)
+        steps = step.candidate.accumulation_steps
+        self._last_apart = steps > 1 and step.candidate.parallelism.mode != "none"
+        self.micro_steps = steps - 1 if self._last_apart else steps
+
+    def micro_step(self) -> None:
+        """One of those that are alike."""
+        self._step.micro_step(next(self._parts), last=not self._last_apart)
+
+    def end_of_step(self) -> None:
+        """The last micro-step where it is another than those, and the optimizer step."""
+        if self._last_apart:
+            self._step.micro_step(next(self._parts))
+        self._step.optimizer_step()
+        self._step.zero_grad()
+
+    def told_apart(self, rounds: Sequence[Round]) -> list[Round]:
+        """The rounds with one micro-step taken out of the rest, so that a step is again all micro-steps and the rest.
+
+        What the exchange adds to the last micro-step counts as the optimizer's.
+        """
+        if not self._last_apart:
+            return list(rounds)
+        return [replace(r, optimizer_seconds=max(r.optimizer_seconds - r.micro_step_seconds, 0.0)) for r in rounds]
 
 
 def check_gradients(step: TrainStep, part: Part) -> None:

@@ -45,25 +45,28 @@ def measure_rounds(
     synchronize: Callable[[], None],
     deadline: float | None = None,
     hopeless_seconds: float | None = None,
+    slowest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> list[Round]:
     """Rounds of micro-steps and one optimizer step, repeated until two in a row agree.
 
     Short micro-steps are measured several together, never more than a real accumulation has. `deadline` is a
     `time.monotonic()` after which no further round begins; at least one round is always measured. It ends early when
-    even the fastest round makes a whole step that takes longer than `hopeless_seconds`.
+    even the fastest round makes a whole step that takes longer than `hopeless_seconds`. `slowest` makes of figures the
+    largest that any rank has; all ranks then run the same rounds, and the slowest counts.
     """
-    rounds = [_round(micro_step, optimizer_step, 1 if accumulation_steps == 1 else 2, synchronize)]
+    count = 1 if accumulation_steps == 1 else 2
+    rounds = [_slowest(_round(micro_step, optimizer_step, count, synchronize), slowest)]
     micro_steps = min(accumulation_steps, max(rounds[0].micro_steps, _count_for(rounds[0].micro_step_seconds)))
     if micro_steps != rounds[0].micro_steps:
         rounds = []  # the sizing round was too short to count
     began = time.monotonic()
     while len(rounds) < MAX_SAMPLES:
-        if rounds and deadline is not None and time.monotonic() >= deadline:
+        if rounds and deadline is not None and slowest([time.monotonic() - deadline])[0] >= 0:
             break
         if hopeless_seconds is not None and is_hopeless(rounds, accumulation_steps, hopeless_seconds):
             break
-        rounds.append(_round(micro_step, optimizer_step, micro_steps, synchronize))
-        spent = time.monotonic() - began
+        rounds.append(_slowest(_round(micro_step, optimizer_step, micro_steps, synchronize), slowest))
+        (spent,) = slowest([time.monotonic() - began])
         if len(rounds) >= MIN_SAMPLES and spent >= ENOUGH_SECONDS and (_agree(rounds) or spent >= PATIENCE_SECONDS):
             break
     return rounds
@@ -82,12 +85,13 @@ def repeat_rounds(
     micro_steps: int,
     seconds: float,
     synchronize: Callable[[], None],
+    slowest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> list[Round]:
     """Rounds of so many micro-steps and one optimizer step, repeated until `seconds` have passed; at least one."""
     began = time.monotonic()
-    rounds = [_round(micro_step, optimizer_step, micro_steps, synchronize)]
-    while time.monotonic() - began < seconds and len(rounds) < MAX_SAMPLES:
-        rounds.append(_round(micro_step, optimizer_step, micro_steps, synchronize))
+    rounds = [_slowest(_round(micro_step, optimizer_step, micro_steps, synchronize), slowest)]
+    while slowest([time.monotonic() - began])[0] < seconds and len(rounds) < MAX_SAMPLES:
+        rounds.append(_slowest(_round(micro_step, optimizer_step, micro_steps, synchronize), slowest))
     return rounds
 
 
@@ -107,6 +111,11 @@ def _round(
     optimizer_step()
     synchronize()
     return Round(count, between - began, time.perf_counter() - between)
+
+
+def _slowest(own: Round, slowest: Callable[[Sequence[float]], Sequence[float]]) -> Round:
+    micro, optimizer = slowest([own.micro_seconds, own.optimizer_seconds])
+    return Round(own.micro_steps, micro, optimizer)
 
 
 def _agree(rounds: list[Round]) -> bool:

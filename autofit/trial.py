@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,18 +16,21 @@ from autofit.batch import BatchLayout
 from autofit.batch.nest import leaves
 from autofit.candidate import Candidate
 from autofit.device import synchronize
+from autofit.distributed import Kept, Report, Team, first_failure
 from autofit.errors import AutofitError, DeviceLostError
 from autofit.memory import Meter, Reading
-from autofit.oom import guarded
+from autofit.oom import Failure, guarded
 from autofit.optimizers import OptimizerFactory
 from autofit.plan import Trial
 from autofit.progress import Progress, Tell, tell_nobody
 from autofit.snapshot import Snapshot
 from autofit.step.accumulation import LossOptions, Part
 from autofit.step.train_step import TrainStep
-from autofit.stepping import check_gradients, resident, step_until_applied
+from autofit.stepping import PacedStep, check_gradients, resident, step_until_applied
 from autofit.timing import Round, measure_rounds
-from autofit.verdict import failed_trial, hopeless_seconds, judge_memory, measured_trial
+from autofit.verdict import agreed_trial, failed_trial, hopeless_seconds, judge_memory, measured_trial
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class TrialSetup:
     """What all trials of one tuning share.
 
     `samples` is one rank's share of the target batch; `outside_bytes` what the process used on the device outside the
-    allocator when `cap_bytes` was computed; `loss_options` say what the loss is; `tell` hears what begins.
+    allocator when `cap_bytes` was computed; `loss_options` say what the loss is; `tell` hears what begins; `team` are the
+    ranks that try together, `target_samples` what all of them train per step (left out: this one's).
     """
 
     model: nn.Module
@@ -50,11 +54,14 @@ class TrialSetup:
     make_optimizer: OptimizerFactory
     loss_options: LossOptions = field(default_factory=LossOptions)
     tell: Tell = tell_nobody
+    team: Team = field(default_factory=Team)
+    target_samples: int | None = None
 
     def train_step(self, candidate: Candidate, *, optimizer: Optimizer | None = None) -> TrainStep:
         """The step that a user would train with, on an optimizer of its own unless one is shared."""
         optimizer = optimizer or self.make_optimizer()
-        return TrainStep(self.model, optimizer, candidate, device=self.device, **self.loss_options)
+        group = self.team.group
+        return TrainStep(self.model, optimizer, candidate, device=self.device, process_group=group, **self.loss_options)
 
     def batch_of(self, samples: int) -> Any:
         """The sample batch, cut or tiled to so many samples."""
@@ -68,6 +75,29 @@ class TrialSetup:
     def outside_growth_bytes(self) -> int:
         """Growth of what the process uses outside the allocator since the cap was computed: kernels load lazily."""
         return max(0, self.meter.outside_bytes() - self.outside_bytes)
+
+    def attempt(self, work: Callable[..., T], *arguments: Any) -> tuple[T, None] | tuple[None, Failure]:
+        """`work(setup, *arguments)` on every rank, each with its own setup, and then recovery on each.
+
+        Gives what this rank made of it, or the first failure of any rank. `work` is a function of a module, and its
+        arguments are picklable.
+        """
+        reports = self.reports(_kept, work, *arguments)
+        failure = first_failure(reports)
+        own = reports[self.team.rank].value
+        if failure is not None:
+            return None, failure
+        assert own is not None
+        return own.value, None
+
+    def reports(self, work: Callable[..., T], *arguments: Any) -> list[Report[T]]:
+        """As `attempt`, with what every rank says; what they made of it has to be picklable."""
+        return self.team.run(work, self, *arguments, recover=self.recover)
+
+    @property
+    def samples_of_all(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.target_samples or self.samples
 
     def recover(self) -> None:
         """After a trial, outside any `except`: values back, gradients gone, memory given back.
@@ -96,14 +126,18 @@ def run_trial(
 
     Two optimizer steps are metered, the second with the optimizer's state resident; then micro-steps and optimizer
     steps are timed. One that is clearly slower than `rival` is dropped after a few micro-steps, as `slower`. Whatever
-    fails, the model is as it was before. Raises DeviceLostError when the device context is gone.
+    fails, the model is as it was before. Where there are several ranks, all of them run it, and the trial says what
+    holds for all. Raises DeviceLostError when the device context is gone.
     """
+    seconds = None if deadline is None else deadline - time.monotonic()
+    return agreed_trial(setup.reports(_measured, candidate, seconds, hopeless_seconds(rival)))
+
+
+def _measured(setup: TrialSetup, candidate: Candidate, seconds: float | None, hopeless: float | None) -> Trial:
     run = _Run(candidate, setup)
-    hopeless = hopeless_seconds(rival)
-    rounds, failure = guarded(partial(run.measure, deadline, hopeless))
+    deadline = None if seconds is None else time.monotonic() + seconds
+    rounds, failure = setup.team.guarded(partial(run.measure, deadline, hopeless))
     reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
-    del run
-    setup.recover()
     if failure is not None:
         return failed_trial(candidate, failure, phase=phase, reading=reading, device=setup.device)
     assert rounds is not None
@@ -125,11 +159,13 @@ def meter_trial(candidate: Candidate, setup: TrialSetup, *, whole: bool) -> Tria
     After a step that makes the optimizer's state comes the `whole` effective step, every micro-batch at its own size,
     or else its largest micro-batch only, on gradients that are there already if it accumulates.
     """
+    return agreed_trial(setup.reports(_metered, candidate, whole))
+
+
+def _metered(setup: TrialSetup, candidate: Candidate, whole: bool) -> Trial:
     run = _Run(candidate, setup)
-    _, failure = guarded(run.whole_step if whole else run.largest_micro_batch)
+    _, failure = setup.team.guarded(run.whole_step if whole else run.largest_micro_batch)
     reading, phase, outside = run.reading(), run.phase, setup.outside_growth_bytes()
-    del run
-    setup.recover()
     if failure is not None:
         return failed_trial(candidate, failure, phase=phase, reading=reading, device=setup.device)
     assert reading is not None
@@ -162,13 +198,25 @@ def confirm_trial(trial: Trial, setup: TrialSetup) -> Trial:
 
 def measure_need(candidate: Candidate, setup: TrialSetup, *, available_bytes: int) -> Reading | None:
     """What a candidate needs when the budget does not hold it back; None where even the device has too little."""
+    reports = setup.reports(_needed, candidate, available_bytes)
+    readings = [report.value for report in reports if report.value is not None]
+    if first_failure(reports) is not None:
+        return None
+    return max(readings, key=lambda reading: reading.peak_reserved_bytes)
+
+
+def _needed(setup: TrialSetup, candidate: Candidate, available_bytes: int) -> Reading:
     run = _Run(candidate, setup, enforce=False)
     with setup.meter.capped(available_bytes):
-        _, failure = guarded(run.meter_steps)
-        reading = run.reading()
-        del run
-        setup.recover()
-    return reading if failure is None else None
+        run.meter_steps()
+    reading = run.reading()
+    assert reading is not None
+    return reading
+
+
+def _kept(setup: TrialSetup, work: Callable[..., T], *arguments: Any) -> Kept[T]:
+    """What work made, for the rank itself: gradients and the like do not travel."""
+    return Kept(work(setup, *arguments))
 
 
 class _Run:
@@ -193,22 +241,19 @@ class _Run:
         seen = self.reading()
         peak = None if seen is None else seen.peak_reserved_bytes
         self._setup.tell(Progress("measuring time", self._candidate, peak, cap_bytes=self._setup.cap_bytes))
-        endless = itertools.cycle(parts)
-
-        def end_of_step() -> None:
-            step.optimizer_step()
-            step.zero_grad()
-
+        paced = PacedStep(step, parts)
         with step.activated():
             check_gradients(step, parts[0])
-            return measure_rounds(
-                lambda: step.micro_step(next(endless)),
-                end_of_step,
-                accumulation_steps=self._candidate.accumulation_steps,
+            rounds = measure_rounds(
+                paced.micro_step,
+                paced.end_of_step,
+                accumulation_steps=paced.micro_steps,
                 synchronize=lambda: synchronize(self._setup.device),
                 deadline=deadline,
                 hopeless_seconds=hopeless_seconds,
+                slowest=self._setup.team.slowest,
             )
+        return paced.told_apart(rounds)
 
     def meter_steps(self) -> tuple[TrainStep, list[Part]]:
         """Two optimizer steps: the first makes the optimizer's state, the second has it and accumulates."""
@@ -217,14 +262,21 @@ class _Run:
         full = setup.batch_is_on_device()
         samples = setup.samples if full else sum(self._candidate.split(setup.samples)[:2])
         parts = step.split(setup.batch_of(samples))[:2]
-        self._meter(step, parts[:1], parts)
+        self._meter(step, self._first(parts, parts[:1]), parts)
         return step, parts
+
+    def _first(self, parts: list[Part], small: list[Part]) -> list[Part]:
+        """The step that makes the optimizer's state, small where it may be.
+
+        Where ranks exchange gradients, the first one accumulates outside of the buckets, and has to be seen doing so.
+        """
+        return small if self._candidate.parallelism.mode == "none" else parts[:2]
 
     def whole_step(self) -> None:
         """A small optimizer step that makes the optimizer's state, then the whole effective step."""
         step = self._setup.train_step(self._candidate)
         parts = step.split(self._setup.batch_of(self._setup.samples))
-        self._meter(step, parts[-1:], parts)
+        self._meter(step, self._first(parts, parts[-1:]), parts)
 
     def largest_micro_batch(self) -> None:
         """Steps as small as the sample batch make state and gradients; then the largest micro-batch of all."""

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 
 from autofit.budget import Budget
 from autofit.cache import PlanCache
-from autofit.candidate import Candidate, SearchSpace
-from autofit.checks import check_call
+from autofit.candidate import Candidate, SearchSpace, balanced
+from autofit.checks import check_call, check_same_call
 from autofit.device import DeviceInfo, half_precision
+from autofit.distributed import team_of_all
 from autofit.environment import describe_environment
 from autofit.errors import DeviceLostError, InfeasibleError, StepError
 from autofit.fidelity import keep_faithful
@@ -31,7 +33,7 @@ from autofit.preparation import prepared
 from autofit.probe import describe_blocks, probe
 from autofit.progress import Progress, Tell, tell_nobody
 from autofit.search import search
-from autofit.space import candidates, least_demanding, mask_modes, offloading
+from autofit.space import candidates, least_demanding, mask_modes, offloading, parallelisms
 from autofit.step.accumulation import LossOptions
 from autofit.step.blocks import Blocks
 from autofit.trial import TrialSetup, measure_need, run_trial
@@ -62,6 +64,7 @@ def tune(
     on_trial: Callable[[Trial], None] | None = None,
     on_progress: Tell | None = None,
     cache: str | os.PathLike[str] | None = None,
+    rank_timeout: float = 600.0,
 ) -> Plan:
     """Finds the fastest training step of exactly `target_batch` samples that stays within the memory budget.
 
@@ -79,7 +82,11 @@ def tune(
     `cache`: a folder of plans. The same request for the same model on the same device and versions gets its plan back
     after one whole step that confirms it; see `autofit.cache`.
 
-    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
+    In an initialised process group every rank makes the same call, with a batch of its own. `target_batch` is met over
+    all of them, trials exchange gradients, and all return the same plan; `on_trial`, `storage` and `cache` are used on
+    rank 0 only. A rank that takes longer than `rank_timeout` seconds for one trial counts as stuck.
+
+    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RankLostError, RestoreError: see `autofit.errors`.
     """
     check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
     began = time.monotonic()
@@ -89,35 +96,49 @@ def tune(
         "loss_weight": loss_weight,
         "batch_dims": batch_dims,
     }
-    with prepared(
-        model,
-        sample_batch,
-        samples=target_batch,
-        optimizer=optimizer,
-        device=device,
-        budget=budget,
-        loss_options=options,
-    ) as ready:
-        setup = replace(ready.setup, tell=on_progress or tell_nobody)
+    with ExitStack() as entered:
+        team = entered.enter_context(team_of_all(timeout=rank_timeout))
+        check_same_call(team, model, target_batch=target_batch)
+        ready = entered.enter_context(
+            prepared(
+                model,
+                sample_batch,
+                samples=balanced(target_batch, team.size)[team.rank],
+                optimizer=optimizer,
+                device=device,
+                budget=budget,
+                loss_options=options,
+                team=team,
+                target_samples=target_batch,
+            )
+        )
+        tell = on_progress if team.rank == 0 else None
+        setup = replace(ready.setup, tell=tell or tell_nobody)
+
         request = {"target_batch": target_batch, "budget": budget, "space": (space or SearchSpace()).model_dump()}
-        request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed}
-        kept = None if cache is None else PlanCache(cache, ready, request)
-        if kept is not None and (plan := kept.confirmed()) is not None:
+        request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed, "ranks": team.size}
+
+        def found() -> Plan:
+            kept = None if cache is None else PlanCache(cache, ready, request)
+            if kept is not None and (plan := kept.confirmed()) is not None:
+                return plan
+            foresight = Foresight(
+                _predictor(setup, optimizer),
+                samples=setup.samples,
+                cap_bytes=ready.allowance.cap_bytes,
+                bucket_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
+                deadline=None if timeout is None else began + timeout,
+            )
+            tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
+            remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
+            plan = tuning.run(
+                max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
+            )
+            if kept is not None:
+                kept.save(plan)
             return plan
-        foresight = Foresight(
-            _predictor(setup, optimizer),
-            samples=target_batch,
-            cap_bytes=ready.allowance.cap_bytes,
-            deadline=None if timeout is None else began + timeout,
-        )
-        tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
-        remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
-        plan = tuning.run(
-            max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
-        )
-        if kept is not None:
-            kept.save(plan)
-        return plan
+
+        return team.lead(setup, found, recover=setup.recover)
 
 
 def _predictor(setup: TrialSetup, optimizer: Any) -> Predictor | None:
@@ -193,7 +214,10 @@ class _Tuning:
         self.notes += probed.notes
         blocks = probed.blocks if self.space.checkpointing == ("none",) else self._recomputable(probed.blocks)
         self.notes += describe_blocks(blocks)
-        choices = candidates(self.space, samples=self.setup.samples, info=self.info, blocks=blocks)
+        together = parallelisms(self.space, ranks=self.setup.team.size, unused=probed.unused)
+        choices = candidates(
+            self.space, samples=self.setup.samples, info=self.info, blocks=blocks, parallelisms=together
+        )
         return choices + self._last_resort(choices, blocks)
 
     def _recomputable(self, blocks: Blocks) -> Blocks:
@@ -280,6 +304,7 @@ class _Tuning:
             self.setup.tell(Progress("predicting for the report", best.candidate))
         return Plan(
             target_batch=self.target_batch,
+            world_size=self.setup.team.size,
             budget_bytes=self.allowance.budget_bytes,
             cap_bytes=self.allowance.cap_bytes,
             best_number=best.number if best else None,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 import torch
 
 from autofit.candidate import Candidate
+from autofit.distributed import Report, first_failure
 from autofit.errors import DeviceLostError
 from autofit.memory import Reading
 from autofit.oom import Failure
@@ -66,6 +68,34 @@ def measured_trial(
         samples_per_second=samples / step_seconds.median if step_seconds.median > 0 else None,
         message=message,
     )
+
+
+# Worst first: what holds for one rank holds for all.
+_SEVERITY: tuple[Outcome, ...] = ("invalid", "unstable", "out_of_memory", "over_budget", "slower", "feasible")
+
+
+def agreed_trial(reports: Sequence[Report[Trial]]) -> Trial:
+    """One trial of what all ranks say of theirs: the largest peak counts, and the first rank that failed, for all.
+
+    Times are the slowest rank's on every rank already; samples add up. Raises the error of a rank that has no trial.
+    """
+    failure = first_failure(reports)
+    if failure is not None:
+        raise failure.error
+    trials = [report.value for report in reports if report.value is not None]
+    failed = [(report.order, rank) for rank, report in enumerate(reports) if report.order]
+    rank = min(failed)[1] if failed else min(range(len(trials)), key=lambda r: _SEVERITY.index(trials[r].outcome))
+    decisive = trials[rank]
+    if len(trials) == 1:
+        return decisive
+    peaks = {
+        name: max((value for trial in trials if (value := getattr(trial, name)) is not None), default=None)
+        for name in ("peak_reserved_bytes", "peak_allocated_bytes", "alloc_retries")
+    }
+    rates = [trial.samples_per_second for trial in trials]
+    rate = None if failed or None in rates else math.fsum(rate or 0.0 for rate in rates)
+    message = decisive.message and f"rank {rank}: {decisive.message}"
+    return decisive.model_copy(update={**peaks, "samples_per_second": rate, "message": message})
 
 
 def hopeless_seconds(rival: Trial | None) -> float | None:

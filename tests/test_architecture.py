@@ -35,7 +35,7 @@ LAYERS = {
     "interrupts": 4,
     "oom": 5,
     "timing": 5,
-    "distributed": 5,
+    "distributed": 5.2,
     "search": 5,
     "report": 5,
     "memory": 6,

@@ -54,7 +54,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> InTurn:
     def install(seconds: dict[int, float]) -> list[Sequence[Candidate]]:
         calls: list[Sequence[Candidate]] = []
 
-        def measured(candidates: Sequence[Candidate], setup: TrialSetup) -> list[list[float]]:
+        def measured(setup: TrialSetup, candidates: Sequence[Candidate]) -> list[list[float]]:
             calls.append(candidates)
             return [[seconds[c.micro_batch_size]] * 6 for c in candidates]
 
@@ -116,7 +116,7 @@ def test_turns_are_taken(setup: TrialSetup) -> None:
     before = FullState(setup.model)
     sizes: list[int] = []
     handle = setup.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    samples = autofit.finals.measure_in_turn([candidate(12), candidate(4)], setup)
+    samples = autofit.finals.measure_in_turn(setup, [candidate(12), candidate(4)])
     handle.remove()
     setup.recover()
     runs = [size for number, size in enumerate(sizes) if number == 0 or size != sizes[number - 1]]

@@ -12,9 +12,10 @@ from typer.core import TyperGroup
 
 from autofit.cli.check import check
 from autofit.cli.predict import predict
+from autofit.cli.ranks import is_silent
 from autofit.cli.report import explain, report
 from autofit.cli.tune import tune
-from autofit.errors import AutofitError, InfeasibleError
+from autofit.errors import AutofitError, InfeasibleError, RankLostError
 
 EXIT_ERROR = 1
 EXIT_NOTHING_FITS = 3
@@ -54,5 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments)
     except AutofitError as error:
-        typer.echo(f"autofit: {error}", err=True)
+        if not is_silent() or isinstance(error, RankLostError):
+            typer.echo(f"autofit: {error}", err=True)
         sys.exit(EXIT_NOTHING_FITS if isinstance(error, InfeasibleError) else EXIT_ERROR)

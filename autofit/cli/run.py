@@ -20,7 +20,9 @@ from autofit.cli.defaults import ACCELERATOR_BATCH, CPU_BATCH, SEED, OptimizerNa
 from autofit.cli.models import Workload, load_workload
 from autofit.cli.pages import write_page
 from autofit.cli.progress import TrialProgress, say
+from autofit.cli.ranks import is_silent, process_group
 from autofit.device import resolve_device
+from autofit.distributed import world_size
 from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
 from autofit.plan import Plan, Trial, best_trial
 from autofit.report.text import report, report_text
@@ -55,7 +57,7 @@ def run(request: Request, output: Output) -> None:
     """Tunes and prints the plan; a plan that came with an error is printed too before the error goes on."""
     try:
         # What the user's own code prints must not get between the lines of the JSON document.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), process_group(request.arguments.get("device")):
             plan = _tune(request)
     except (InfeasibleError, DeviceLostError) as error:
         if error.plan is not None:
@@ -65,7 +67,7 @@ def run(request: Request, output: Output) -> None:
 
 
 def _tune(request: Request) -> Plan:
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=is_silent())
     torch.manual_seed(request.arguments.get("seed", SEED))
     where, _, factory = request.model.rpartition(":")
     if where.endswith(".py"):
@@ -78,10 +80,11 @@ def _tune(request: Request) -> Plan:
         arguments["target_batch"] = CPU_BATCH if device.type == "cpu" else ACCELERATOR_BATCH
         where = "the CPU" if device.type == "cpu" else "an accelerator"
         notes.append(f"--target-batch was left out: {arguments['target_batch']}, the default on {where}.")
+    ranks = f" over {world_size()} ranks" if world_size() > 1 else ""
     say(
         console,
         f"autofit: {request.model} ({workload.description}) on {device}, "
-        f"{arguments['target_batch']} samples per optimizer step",
+        f"{arguments['target_batch']} samples per optimizer step{ranks}",
     )
     bounds = {name: arguments.get(name) for name in ("max_trials", "timeout")}
     shown = TrialProgress(console, **bounds)
@@ -130,7 +133,9 @@ def named_optimizer(name: OptimizerName) -> Callable[[Iterable[Any]], Optimizer]
 
 
 def _deliver(plan: Plan, output: Output) -> None:
-    """Saves the plan if it can be trained with, and prints it even where saving fails."""
+    """Saves the plan if it can be trained with, and prints it even where saving fails; of several ranks, the first."""
+    if is_silent():
+        return
     try:
         if output.path is not None and plan.best_number is not None:
             save(plan, output.path)

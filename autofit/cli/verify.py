@@ -12,6 +12,7 @@ import typer
 
 from autofit.cli.defaults import OptimizerName
 from autofit.cli.models import load_workload
+from autofit.cli.ranks import is_silent, process_group
 from autofit.cli.run import Request, merged_arguments, named_optimizer
 from autofit.plan import Plan
 from autofit.preflight import PlanCheck
@@ -22,9 +23,12 @@ _OF_THE_CHECK = ("optimizer", "device", "budget", "loss_fn", "compute_loss", "lo
 
 def run(request: Request, path: Path, *, as_json: bool) -> bool:
     """Prints whether the plan holds, and gives it."""
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's own code prints
+    own_prints = contextlib.redirect_stdout(sys.stderr)  # what the user's own code prints
+    with own_prints, process_group(request.arguments.get("device")):
         plan = Plan.load(path)
         result = _check(request, plan)
+    if is_silent():
+        return result.holds
     if as_json:
         typer.echo(f"{result.model_dump_json(indent=2)}\n".encode(), nl=False)
     else:

@@ -192,8 +192,8 @@ class _FollowedStep(Accumulation):
 
         self._loss = cast(Loss, loss_of)
 
-    def micro_step(self, part: Part) -> torch.Tensor:
-        loss = super().micro_step(part)
+    def micro_step(self, part: Part, *, last: bool = True) -> torch.Tensor:
+        loss = super().micro_step(part, last=last)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 self._recorder.adopt(parameter.grad, "gradients")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from autofit.batch import BatchLayout, infer_layout, to_device
@@ -17,6 +19,7 @@ from autofit.candidate import Candidate, balanced
 from autofit.errors import ConfigError
 from autofit.loss import Weighting, resolve_loss, resolve_weighting
 from autofit.step.checkpointing import CheckpointPlan
+from autofit.step.parallel import parallel
 from autofit.step.precision import StepPrecision
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -43,14 +46,16 @@ class StepOptions(LossOptions, total=False):
     max_grad_norm: float | None
     device: torch.device | None
     backward: Backward
+    process_group: ProcessGroup | None
 
 
 class Part(NamedTuple):
-    """One micro-batch: views of the batch's samples, how many, and the factor of its loss."""
+    """One micro-batch: views of the batch's samples, how many, the factor of its loss, and what it weighs."""
 
     batch: Any
     samples: int
     coefficient: float
+    weight: float = 1.0
 
 
 class Accumulation:
@@ -72,6 +77,7 @@ class Accumulation:
         max_grad_norm: float | None = None,
         device: torch.device | None = None,
         backward: Backward = run_engine,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ConfigError(
@@ -89,6 +95,7 @@ class Accumulation:
         self._backward = backward
         self._precision = StepPrecision(candidate.precision, self._device)
         self._checkpoints = CheckpointPlan(model, candidate.checkpointing)
+        self._parallel = parallel(model, candidate, group=process_group)
         self._layout: BatchLayout | None = None
         self._weighting: Weighting | None = None
         self._last: tuple[Any, int | None] | None = None
@@ -109,8 +116,18 @@ class Accumulation:
         if sizes[-1] == 1 < sum(sizes) and self._needs_two(remainder=sizes[0] > 1):
             sizes = balanced(sum(sizes), sum(sizes) // 2)
         batches = layout.root.split(batch, sizes)
-        coefficients = weighting.coefficients(batches, sizes, batch=batch)
-        return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
+        if self.candidate.parallelism.mode == "none" or weighting.kind == "sum":
+            coefficients = weighting.coefficients(batches, sizes, batch=batch)
+            return [Part(b, n, c) for b, n, c in zip(batches, sizes, coefficients, strict=True) if c != 0]
+        weights = weighting.weights(batches, sizes, batch=batch)
+        total = math.fsum(weights) or 1.0  # all ranks are told together where one rank's weigh nothing: see `begin`
+        weighed = zip(batches, sizes, weights, strict=True)
+        return [Part(b, n, w / total, w) for b, n, w in weighed if w] or [Part(batches[0], sizes[0], 0.0, 0.0)]
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Before the first micro-batch of a step of these: the ranks, where there are several, weigh theirs."""
+        summed = self._weighting is not None and self._weighting.kind == "sum"
+        self._parallel.begin([part.weight for part in parts], summed=summed)
 
     def _needs_two(self, *, remainder: bool) -> bool:
         """Whether no micro-batch may have one sample, of which there is no variance.
@@ -148,14 +165,22 @@ class Accumulation:
             yield
 
     def zero_grad(self) -> None:
-        """Drops all gradients, freeing their memory."""
+        """Drops all gradients, freeing their memory, or where ranks exchange them in buckets keeping only those."""
+        self._parallel.end()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def micro_step(self, part: Part) -> torch.Tensor:
-        """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached."""
+    def micro_step(self, part: Part, *, last: bool = True) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached.
+
+        Ranks exchange gradients in the `last` of a step.
+        """
+        with self._parallel.micro_step(last=last):
+            return self._micro_step(part)
+
+    def _micro_step(self, part: Part) -> torch.Tensor:
         # The transferred batch lives until backward is done, as it does in a loop that is written by hand.
         batch = self._transferred(part.batch)
-        loss = self._loss_of(batch, part.coefficient)
+        loss = self._loss_of(self._parallel.module(), batch, part.coefficient * self._parallel.factor)
         share = loss.detach()
         scaler = self.scaler
         pending = [loss if scaler is None else scaler.scale(loss)]
@@ -177,15 +202,15 @@ class Accumulation:
             return batch  # the most common batch, at once: this is run for every micro-batch
         return to_device(batch, self._device, copy=counted)
 
-    def _loss_of(self, batch: Any, coefficient: float) -> torch.Tensor:
+    def _loss_of(self, module: nn.Module, batch: Any, coefficient: float) -> torch.Tensor:
         self.phase = "forward"
         with self._precision.forward():
-            loss = self._loss(self.model, batch)
+            loss = self._loss(module, batch)
         return loss if coefficient == 1 else loss * coefficient
 
     def loss_share(self, part: Part) -> torch.Tensor:
         """The loss of one micro-batch, weighted as its share of the batch's loss, without backward."""
-        return self._loss_of(to_device(part.batch, self._device), part.coefficient)
+        return self._loss_of(self.model, to_device(part.batch, self._device), part.coefficient)
 
     def optimizer_step(self) -> torch.Tensor | None:
         """Unscales, clips and steps on the accumulated gradients; the norm before clipping, if clipped."""

@@ -35,6 +35,9 @@ class StepResult:
 
     `loss` is the full batch's loss, 0-dim, detached, on the device and not waited for. `grad_norm` likewise, the norm
     before clipping; None without clipping. `micro_batches` are the sizes that ran.
+
+    Where several ranks train together the loss is that of this rank's share, weighted so that the mean over the ranks
+    is the loss of the whole batch.
     """
 
     loss: torch.Tensor
@@ -49,6 +52,11 @@ class TrainStep(Accumulation):
     that the accumulated gradient is the full batch's gradient. Precision and checkpointing are in force during the call
     and undone when it returns or raises. Between calls the parameters hold no gradients. `oom_events` lists each time
     that a step ran out of memory and was run again; `watch` says what goes wrong slowly.
+
+    With a candidate that several ranks train together every rank calls the step with its own share of the batch; shares
+    may differ in size, and gradients are those of the whole batch. There, running out of memory raises at once: the
+    other ranks cannot wait for a step that is run again. Batches go through the wrapped model, on `process_group` (left
+    out: the default one).
 
     `loss_fn`, `compute_loss`, `loss_weight` and `batch_dims` as in `autofit.tune`. `max_grad_norm` clips the
     accumulated gradient, once per step. `device` is where micro-batches go; by default where the model lies. `backward`
@@ -79,7 +87,10 @@ class TrainStep(Accumulation):
         self.watch.begin()
         try:
             self._start.mark()
-            result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+            if self.candidate.parallelism.mode == "none":
+                result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+            else:
+                result = self._train(self.split(batch))
             self._start.passed()
         finally:
             self.watch.end()
@@ -167,9 +178,10 @@ class TrainStep(Accumulation):
         with self.activated():
             self._drop_foreign_gradients()
             try:
-                loss = self.micro_step(parts[0])
-                for part in parts[1:]:
-                    loss = loss + self.micro_step(part)
+                self.begin(parts)
+                loss = self.micro_step(parts[0], last=len(parts) == 1)
+                for index, part in enumerate(parts[1:], start=2):
+                    loss = loss + self.micro_step(part, last=index == len(parts))
                 self._optimizer_start.mark()
                 grad_norm = self.optimizer_step()
             finally:  # also the partial gradients of a step that failed
