@@ -38,8 +38,8 @@ class TrialSetup:
     """What all trials of one tuning share.
 
     `samples` is one rank's share of the target batch; `outside_bytes` what the process used on the device outside the
-    allocator when `cap_bytes` was computed; `loss_options` say what the loss is; `tell` hears what begins; `team` are the
-    ranks that try together, `target_samples` what all of them train per step (left out: this one's).
+    allocator when `cap_bytes` was computed; `loss_options` say what the loss is; `tell` hears what begins; `team` are
+    the ranks that try together, `target_samples` what all of them train per step (left out: this one's).
     """
 
     model: nn.Module
