@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ from benchmarks.metered_steps import compare_all
 from benchmarks.results import add_out, write
 
 Figures = dict[str, float]
+Result = tuple[Figures, list[dict[str, Any]]]
 
 QUICK = ("mobilenet_v3_small", "squeezenet1_1", "vision_transformer", "Bert", "GPT2")
 GPU_NAMES = {"A100 SXM4 40GB": "A100 40GB"}
@@ -60,9 +62,9 @@ def predict_run(run: Run, gpu: str) -> Peaks:
     return replay(allocator_events(SizedTrace(trace, trace.sizes)), known.total_bytes - CUDA_CONTEXT_BYTES)
 
 
-def against_measured(path: Path) -> Figures:
+def against_measured(path: Path) -> Result:
     """Prints a line for each run of the file; errors in per cent over the runs that fitted."""
-    errors, study_errors, agreed = [], [], 0
+    errors, study_errors, agreed, found = [], [], 0, []
     print(f"{'model':42} {'batch':>5} {'optimizer':9} {'gpu':14} measured predicted   error    xMem")
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
     for row in rows:
@@ -75,6 +77,7 @@ def against_measured(path: Path) -> Figures:
         error = 100 * (predicted - measured) / measured
         study_error = 100 * (float(row["xmem_pred"]) - measured) / measured
         agreed += peaks.fits != ran_out
+        found.append({**asdict(run), "gpu": row["gpu"], "ran_out": ran_out, "error_percent": round(error, 2)})
         if not ran_out:
             errors.append(abs(error))
             study_errors.append(abs(study_error))
@@ -84,7 +87,7 @@ def against_measured(path: Path) -> Figures:
             f"{predicted / GiB:8.3f}G {error:+7.2f}% {study_error:+6.2f}% {seconds:6.1f} s{outcome}",
             flush=True,
         )
-    return {
+    figures: Figures = {
         "runs": len(rows),
         "fits_told_right": agreed,
         "runs_that_fitted": len(errors),
@@ -93,9 +96,10 @@ def against_measured(path: Path) -> Figures:
         "xmem_median_error_percent": round(statistics.median(study_errors), 2),
         "xmem_p90_error_percent": round(percentile(study_errors, 90), 2),
     }
+    return figures, found
 
 
-def against_host(rows_path: Path | None, models: Sequence[str]) -> Figures:
+def against_host(rows_path: Path | None, models: Sequence[str]) -> Result:
     """Prints predictions beside what the CPU's allocator reported; errors in per cent, traced only and calibrated.
 
     Rows are kept in `rows_path` as they come, and those that are there already are not run again.
@@ -120,7 +124,7 @@ def against_host(rows_path: Path | None, models: Sequence[str]) -> Figures:
             f"{name}_p95_percent": round(percentile(errors, 95), 2),
             f"{name}_largest_percent": round(max(errors), 2),
         }
-    return figures
+    return figures, [asdict(row) for row in rows]
 
 
 def _error(row: Row, name: str) -> float:
@@ -153,21 +157,25 @@ def _append_row(path: Path, row: Row) -> None:
         writer.writerow(asdict(row))
 
 
-def against_meter() -> Figures:
+def against_meter() -> Result:
     """Prints predictions beside the tracked meter's readings; errors in per cent."""
-    errors = []
+    errors, rows = [], []
     print(f"{'model':20} {'candidate':46} {'optimizer':9}    metered  predicted   error")
     for name, optimizer, candidate, metered, predicted in compare_all():
         error = 100 * (predicted - metered) / metered
         errors.append(abs(error))
+        rows.append(
+            {"model": name, "candidate": str(candidate), "optimizer": optimizer, "error_percent": round(error, 3)}
+        )
         print(
             f"{name:20} {candidate!s:46} {optimizer:9} {metered / MiB:8.1f} M {predicted / MiB:8.1f} M {error:+7.3f}%",
             flush=True,
         )
-    return {
+    figures: Figures = {
         "median_error_percent": round(statistics.median(errors), 2),
         "p95_error_percent": round(percentile(errors, 95), 2),
     }
+    return figures, rows
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -191,13 +199,13 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop
     if options.measured:
-        figures = against_measured(options.measured)
+        figures, rows = against_measured(options.measured)
     elif options.meter:
-        figures = against_meter()
+        figures, rows = against_meter()
     else:
-        figures = against_host(options.rows, QUICK if options.quick else options.models)
+        figures, rows = against_host(options.rows, QUICK if options.quick else options.models)
     print(" ".join(f"{name}={value}" for name, value in figures.items()))
-    write(options.out, figures=figures)
+    write(options.out, figures=figures, rows=rows)
     return 0
 
 

@@ -66,8 +66,10 @@ def write(
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"command": _command(), "environment": environment(), "figures": dict(figures), **more, "rows": rows}
-    out.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+    document = {"command": _command(), "environment": environment(), "figures": dict(figures), **more}
+    head = json.dumps(document, indent=2, default=str).removesuffix("\n}")
+    lines = ",\n".join(f"    {json.dumps(row, default=str)}" for row in rows)
+    out.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
 
 
 def _command() -> str:

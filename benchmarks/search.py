@@ -242,7 +242,11 @@ def main() -> None:
         print(table(title, scores), flush=True)
         rows += [{"devices": title, **asdict(s)} for s in scores]
     ours = next(row for row in rows if row["method"] == QUICK[0])
-    figures = {name: round(value, 4) for name, value in ours.items() if isinstance(value, (int, float))}
+    figures = {
+        f"{name}_share" if name.endswith("percent") else name: round(value, 4)
+        for name, value in ours.items()
+        if isinstance(value, (int, float))
+    }
     write(arguments.out, figures=figures, rows=rows, seed=arguments.seed)
 
 
