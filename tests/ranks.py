@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -61,8 +62,9 @@ def run_ranks(
             return [ended[rank] for rank in range(size)]
         finally:
             for process in processes:
-                if process.is_alive():
-                    os.kill(process.pid, signal.SIGKILL)  # also one that was stopped
+                with contextlib.suppress(ProcessLookupError):  # it may end just now
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGKILL)  # also one that was stopped
                 process.join()
 
 
