@@ -5,6 +5,7 @@ AutofitError
 ├── InfeasibleError                   nothing fits: the budget, the smallest peak seen, what would make it fit
 ├── StepError                         the user's model or loss failed for a reason that is not memory
 ├── DeviceLostError                   the device context is gone: stop; the best plan so far is attached
+├── StorageError                      the study's storage failed; the best plan so far is attached
 ├── PlanMismatchError (ValueError)    a saved plan meets another model, device or version
 └── RestoreError                      state that could not be put back
 
@@ -58,6 +59,17 @@ class StepError(AutofitError):
 
 class DeviceLostError(AutofitError):
     """The device context is gone (device-side assert, illegal access): nothing more can run in this process."""
+
+    def __init__(self, message: str, *, plan: Plan | None = None) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+class StorageError(AutofitError):
+    """The storage of the study failed while trials ran (a full disk, a lost database); the original is `__cause__`.
+
+    `plan` holds what was found until then, the trial under way included.
+    """
 
     def __init__(self, message: str, *, plan: Plan | None = None) -> None:
         super().__init__(message)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.batch import infer_layout
+from autofit.boundary import Boundary
 from autofit.budget import Budget, resolve_budget
 from autofit.device import DeviceInfo, device_info, resolve_device
 from autofit.errors import InfeasibleError
@@ -26,11 +27,12 @@ from autofit.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """What trials share, the device that they run on, and what the budget became there."""
+    """What trials share, the device that they run on, what the budget became there, and where errors leave."""
 
     setup: TrialSetup
     info: DeviceInfo
     allowance: Budget
+    boundary: Boundary
 
 
 @contextmanager
@@ -47,35 +49,61 @@ def prepared(
     """Everything that `run_trial` needs, inside; arguments as of `tune`, and `samples` per optimizer step.
 
     On exit model, optimizer, random states and torch's switches are what they were. Raises ConfigError and
-    InfeasibleError as `tune` does.
+    InfeasibleError as `tune` does; what fails otherwise, also inside, comes out as `boundary` says.
     """
+    boundary = Boundary()
+    with boundary.typed(), ExitStack() as undone:
+        yield _prepare(
+            undone,
+            model,
+            sample_batch,
+            samples=samples,
+            optimizer=optimizer,
+            device=device,
+            budget=budget,
+            loss_options=loss_options,
+            boundary=boundary,
+        )
+
+
+def _prepare(
+    undone: ExitStack,
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    samples: int,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    device: str | torch.device | None,
+    budget: str | int | float | None,
+    loss_options: LossOptions,
+    boundary: Boundary,
+) -> Prepared:
     layout = infer_layout(sample_batch, batch_dims=loss_options.get("batch_dims"))
     info = device_info(resolve_device(device, model))
     meter = meter_for(info.device)
     make_optimizer = optimizer_factory(optimizer, model)
-    with ExitStack() as undone:
-        undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
-        _enter_placed(undone, model, info, meter)
-        user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-        beside = (loss_options.get("loss_fn"), loss_options.get("compute_loss"), loss_options.get("loss_weight"))
-        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
-        undone.enter_context(_training(model))
-        allowance = resolve_budget(budget, info=info, meter=meter)
-        undone.enter_context(meter.capped(allowance.cap_bytes))
-        setup = TrialSetup(
-            model=model,
-            sample_batch=sample_batch,
-            layout=layout,
-            samples=samples,
-            device=info.device,
-            meter=meter,
-            cap_bytes=allowance.cap_bytes,
-            outside_bytes=allowance.outside_bytes,
-            snapshot=snapshot,
-            make_optimizer=make_optimizer,
-            loss_options=loss_options,
-        )
-        yield Prepared(setup, info, allowance)
+    undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
+    _enter_placed(undone, model, info, meter)
+    user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+    beside = (loss_options.get("loss_fn"), loss_options.get("compute_loss"), loss_options.get("loss_weight"))
+    snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
+    undone.enter_context(_training(model))
+    allowance = resolve_budget(budget, info=info, meter=meter)
+    undone.enter_context(meter.capped(allowance.cap_bytes))
+    setup = TrialSetup(
+        model=model,
+        sample_batch=sample_batch,
+        layout=layout,
+        samples=samples,
+        device=info.device,
+        meter=meter,
+        cap_bytes=allowance.cap_bytes,
+        outside_bytes=allowance.outside_bytes,
+        snapshot=snapshot,
+        make_optimizer=make_optimizer,
+        loss_options=loss_options,
+    )
+    return Prepared(setup, info, allowance, boundary)
 
 
 def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: Meter) -> None:

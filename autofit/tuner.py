@@ -20,7 +20,7 @@ from autofit.candidate import Candidate, SearchSpace
 from autofit.checks import check_call
 from autofit.device import DeviceInfo
 from autofit.environment import describe_environment
-from autofit.errors import DeviceLostError, InfeasibleError, StepError
+from autofit.errors import DeviceLostError, InfeasibleError, StepError, StorageError
 from autofit.fidelity import keep_faithful
 from autofit.finals import Finals
 from autofit.foresight import Foresight
@@ -76,7 +76,7 @@ def tune(
     with each trial as it ends. `cache`: a folder of plans. The same request for the same model on the same device and
     versions gets its plan back after one whole step that confirms it; see `autofit.cache`.
 
-    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RestoreError: see `autofit.errors`.
+    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, StorageError, RestoreError: see `autofit.errors`.
     """
     check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
     began = time.monotonic()
@@ -107,10 +107,16 @@ def tune(
             cap_bytes=ready.allowance.cap_bytes,
             deadline=None if timeout is None else began + timeout,
         )
-        tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
+        optimizer_name = type(setup.make_optimizer()).__name__
+        allowance, space = ready.allowance, space or SearchSpace()
+        tuning = _Tuning(setup, ready.info, allowance, space, foresight, target_batch, seed, optimizer_name)
         remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
         plan = tuning.run(
-            max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
+            max_trials=max_trials,
+            timeout=remaining,
+            storage=storage,
+            study_name=study_name,
+            on_trial=None if on_trial is None else ready.boundary.callers(on_trial),
         )
         if kept is not None:
             kept.save(plan)
@@ -135,6 +141,7 @@ class _Tuning:
     foresight: Foresight
     target_batch: int
     seed: int
+    optimizer_name: str
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -164,7 +171,7 @@ class _Tuning:
                 on_trial=self._remember(on_trial),
             )
             best = self._decided(deadline)
-        except DeviceLostError as error:
+        except (DeviceLostError, StorageError) as error:
             error.plan = self._plan(best_trial(self.trials))
             raise
         if best is None:
@@ -275,7 +282,7 @@ class _Tuning:
                 self.setup.model,
                 self.info,
                 memory_source=self.setup.meter.source,
-                optimizer=type(self.setup.make_optimizer()).__name__,
+                optimizer=self.optimizer_name,
                 seed=self.seed,
             ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),

@@ -147,12 +147,18 @@ class Accumulation:
         with self._precision.activated(), self._checkpoints.active():
             yield
 
+    def put_back(self) -> None:
+        """Undoes what an interrupt left when it came while `activated()` was being undone; gradients are dropped."""
+        self._checkpoints.undo()
+        self.zero_grad()
+
     def zero_grad(self) -> None:
         """Drops all gradients, freeing their memory."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self, part: Part) -> torch.Tensor:
         """Forward and backward of one micro-batch; its share of the batch's loss, 0-dim and detached."""
+        self.phase = "forward"
         # The transferred batch lives until backward is done, as it does in a loop that is written by hand.
         batch = self._transferred(part.batch)
         loss = self._loss_of(batch, part.coefficient)
