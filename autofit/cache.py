@@ -11,6 +11,7 @@ from typing import Any
 from autofit.environment import describe_environment
 from autofit.errors import AutofitError, ConfigError
 from autofit.fingerprint import describe_batch, describe_function, describe_model, describe_optimizer, fingerprint
+from autofit.oom import headline
 from autofit.plan import Environment, Plan
 from autofit.preparation import Prepared
 from autofit.trial import confirm_trial
@@ -85,15 +86,15 @@ class PlanCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             plan.save(self.path)
-        except OSError as error:
-            logger.warning("the plan was not kept in the cache: %s", error)
+        except Exception as error:
+            logger.warning("the plan was not kept in the cache: %s", headline(error))
 
     def _load(self) -> Plan | None:
+        if not self.path.exists():
+            return None
         try:
             plan = Plan.load(self.path)
-        except FileNotFoundError:
-            return None
-        except (OSError, AutofitError) as error:
+        except AutofitError as error:
             logger.warning("the cache entry %s is ignored: %s", self.path, error)
             return None
         reason = self._foreign(plan)

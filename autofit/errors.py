@@ -6,6 +6,7 @@ AutofitError
 ├── StepError                         the user's model or loss failed for a reason that is not memory
 ├── DeviceLostError                   the device context is gone: stop; the best plan so far is attached
 ├── RankLostError                     a rank of the process group died, hangs or stopped: all ranks start again
+├── StorageError                      the study's storage failed; the best plan so far is attached
 ├── PlanMismatchError (ValueError)    a saved plan meets another model, device or version
 └── RestoreError                      state that could not be put back
 
@@ -71,6 +72,17 @@ class RankLostError(AutofitError):
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class StorageError(AutofitError):
+    """The storage of the study failed while trials ran (a full disk, a lost database); the original is `__cause__`.
+
+    `plan` holds what was found until then, the trial under way included.
+    """
+
+    def __init__(self, message: str, *, plan: Plan | None = None) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 class PlanMismatchError(AutofitError, ValueError):

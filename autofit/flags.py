@@ -40,9 +40,9 @@ def float32_arithmetic(mode: str) -> Iterator[None]:
     if before[1] == (mode, mode, mode):
         yield
         return
-    _write_old_float32((mode == "tf32", mode == "tf32", None))
-    _write_new_float32((mode, mode, mode))
     try:
+        _write_old_float32((mode == "tf32", mode == "tf32", None))
+        _write_new_float32((mode, mode, mode))
         yield
     finally:
         _write_float32(before)

@@ -1,4 +1,4 @@
-"""A stretch of work that Ctrl-C may not tear apart."""
+"""A stretch of work that no signal may tear apart."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back until the end of the block, then delivers the first of them.
+    """Holds back every signal that Python handles until the end of the block, then delivers the first of them.
 
-    Python runs handlers in the main thread only; in another thread, or where handlers cannot be set, nothing is held.
+    Ctrl-C is one, and so is what a scheduler sends before it ends a job, or an alarm that raises. Python runs handlers
+    in the main thread only; in another thread there is nothing to hold.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -23,14 +25,27 @@ def uninterrupted() -> Iterator[None]:
     def remember(number: int, frame: FrameType | None) -> None:
         pending.append(number)
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    held = [number for number, handler in previous.items() if callable(handler)]
-    for number in held:
-        signal.signal(number, remember)
+    handlers = {number: signal.getsignal(number) for number in _signals()}
+    held = [(number, handler) for number, handler in handlers.items() if callable(handler)]
     try:
+        for number, _ in held:
+            signal.signal(number, remember)
         yield
     finally:
-        for number in held:
-            signal.signal(number, previous[number])
+        _put_back(held)
         if pending:
             signal.raise_signal(pending[0])
+
+
+def _signals() -> list[int]:
+    """Ctrl-C first, so that it is held from the start to the very end."""
+    return sorted(signal.valid_signals(), key=lambda number: number != signal.SIGINT)
+
+
+def _put_back(held: list[tuple[int, Any]]) -> None:
+    """The handlers, last held first; a signal whose handler raises in between leaves none of the others behind."""
+    if held:
+        try:
+            _put_back(held[1:])
+        finally:
+            signal.signal(*held[0])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 FailureKind = Literal["memory", "maybe_memory", "device_lost", "other"]
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def classify(error: BaseException) -> FailureKind:
 
     `maybe_memory` means memory only if a smaller micro-batch passes. A text that merely mentions memory is `other`.
     """
-    kinds = [_classify_one(link) for link in _chain(error)]
+    kinds = [_classify_one(link) for link in chain(error)]
     order: tuple[FailureKind, ...] = ("device_lost", "memory", "maybe_memory")
     return next((kind for kind in order if kind in kinds), "other")
 
@@ -73,7 +74,7 @@ def _classify_one(error: BaseException) -> FailureKind:
     return "maybe_memory" if _MAYBE_MEMORY.search(text) else "other"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and those that it came from, as Python would print them; each once."""
     seen: set[int] = set()
     link: BaseException | None = error
@@ -104,7 +105,7 @@ def release_frames(error: BaseException) -> None:
 
     The traceback itself stays, so that the error can still be read.
     """
-    for link in _chain(error):
+    for link in chain(error):
         traceback.clear_frames(link.__traceback__)
 
 
@@ -114,8 +115,18 @@ def tracebacks_to_text(error: BaseException) -> None:
     Those are the functions that ran in them, with the variables that these share with functions around them.
     """
     error.add_note("".join(traceback.format_exception(error)).rstrip())
-    for link in _chain(error):
+    for link in chain(error):
         link.__traceback__ = None
+
+
+def drain_backward() -> None:
+    """Lets go of the tensors of a backward that failed or was interrupted.
+
+    The engine keeps the tasks that it did not come to, and their tensors with them, until this thread next goes
+    backward. So it does, over nothing.
+    """
+    with torch.enable_grad(), _disable_current_modes():
+        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def guarded(run: Callable[[], T]) -> tuple[T, None] | tuple[None, Failure]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import secrets
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
@@ -251,16 +252,14 @@ class Plan(FrozenModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced whole or not at all."""
         target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 file.write(self.to_json())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private; a plan is shared like any other output
-            os.replace(temporary, target)
+            temporary.replace(target)
         except BaseException:
-            os.unlink(temporary)
+            with contextlib.suppress(OSError):  # what went wrong says more than that this does too
+                temporary.unlink(missing_ok=True)
             raise
 
     @classmethod

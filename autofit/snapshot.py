@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autofit.attributes import Attributes
-from autofit.errors import RestoreError
+from autofit.errors import DeviceLostError, RestoreError
 from autofit.flags import Flags
 from autofit.interrupts import uninterrupted
+from autofit.oom import drain_backward, release_frames
 from autofit.random_states import RandomStates
 
 logger = logging.getLogger(__name__)
@@ -38,14 +39,29 @@ def restored(
     Raises RestoreError, from the error that was under way if there is one, when something cannot be put back.
     """
     snapshot = None
+    under_way: BaseException | None = None
     try:
         with uninterrupted():
             snapshot = Snapshot(model, optimizer, device=device, beside=beside)
         yield snapshot
+    except BaseException as error:
+        under_way = error
+        raise
     finally:
         if snapshot is not None:
             with uninterrupted():
-                snapshot.restore()
+                _restore(snapshot, under_way)
+        del under_way  # a frame that holds its own exception is a cycle, and it holds tensors
+
+
+def _restore(snapshot: Snapshot, under_way: BaseException | None) -> None:
+    """Restores, and lets the error under way stand where that is a lost device, whose memory nothing can restore."""
+    try:
+        snapshot.restore()
+    except RestoreError as error:
+        if not isinstance(under_way, DeviceLostError):
+            raise
+        under_way.add_note(str(error))
 
 
 class Snapshot:
@@ -107,14 +123,31 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _put_back_all(parts: dict[str, PutBack]) -> None:
-    """Every part is put back even if another cannot be."""
+    """Every part is put back even if another cannot be; one that fails is tried once more, without what it held.
+
+    An interrupt that comes between is raised when all is done.
+    """
+    drain_backward()
     failed: list[str] = []
+    interrupt: BaseException | None = None
     for name, put_back in parts.items():
-        try:
-            failed += put_back()
-        except Exception as error:
-            logger.exception("the %s could not be put back", name)
-            failed.append(f"{name} ({error})")
+        for attempts_left in (1, 0):
+            try:
+                failed += put_back()
+            except Exception as error:
+                release_frames(error)
+                if not attempts_left:
+                    logger.exception("the %s could not be put back", name)
+                    failed.append(f"{name} ({error})")
+            except BaseException as error:
+                release_frames(error)
+                interrupt = error
+                if not attempts_left:
+                    failed.append(name)
+            else:
+                break
+    if interrupt is not None and not failed:
+        raise interrupt
     if failed:
         message = f"Not put back: {'; '.join(failed)}. Do not go on with this model: load it again."
         raise RestoreError(message, state=tuple(failed))
@@ -164,9 +197,13 @@ class _Gradients:
                     seen.add(storage._cdata)
                     self._offloaded.append((storage, host_copy(storage)))
         self.host_bytes = sum(saved.numel() for _, saved in self._offloaded)
-        for storage, _ in self._offloaded:
-            storage.resize_(0)
-        self.drop()
+        try:
+            for storage, _ in self._offloaded:
+                storage.resize_(0)
+            self.drop()
+        except BaseException:
+            self.put_back()
+            raise
 
     def drop(self) -> None:
         for leaf in self._leaves:

@@ -22,7 +22,7 @@ from autofit.checks import check_call, check_same_call
 from autofit.device import DeviceInfo, half_precision
 from autofit.distributed import team_of_all
 from autofit.environment import describe_environment
-from autofit.errors import DeviceLostError, InfeasibleError, StepError
+from autofit.errors import DeviceLostError, InfeasibleError, StepError, StorageError
 from autofit.fidelity import keep_faithful
 from autofit.finals import Finals
 from autofit.foresight import Foresight
@@ -86,7 +86,8 @@ def tune(
     all of them, trials exchange gradients, and all return the same plan; `on_trial`, `storage` and `cache` are used on
     rank 0 only. A rank that takes longer than `rank_timeout` seconds for one trial counts as stuck.
 
-    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, RankLostError, RestoreError: see `autofit.errors`.
+    Raises ConfigError, InfeasibleError, StepError, DeviceLostError, StorageError, RankLostError, RestoreError: see
+    `autofit.errors`.
     """
     check_call(model, target_batch=target_batch, max_trials=max_trials, timeout=timeout, space=space)
     began = time.monotonic()
@@ -112,8 +113,8 @@ def tune(
                 target_samples=target_batch,
             )
         )
-        tell = on_progress if team.rank == 0 else None
-        setup = replace(ready.setup, tell=tell or tell_nobody)
+        callers = ready.boundary.callers
+        setup = replace(ready.setup, tell=callers(on_progress) if on_progress and team.rank == 0 else tell_nobody)
 
         request = {"target_batch": target_batch, "budget": budget, "space": (space or SearchSpace()).model_dump()}
         request |= {"max_trials": max_trials, "timeout": timeout, "seed": seed, "ranks": team.size}
@@ -129,10 +130,23 @@ def tune(
                 bucket_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
                 deadline=None if timeout is None else began + timeout,
             )
-            tuning = _Tuning(setup, ready.info, ready.allowance, space or SearchSpace(), foresight, target_batch, seed)
+            tuning = _Tuning(
+                setup,
+                ready.info,
+                ready.allowance,
+                space or SearchSpace(),
+                foresight,
+                target_batch,
+                seed,
+                optimizer_name=type(setup.make_optimizer()).__name__,
+            )
             remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
             plan = tuning.run(
-                max_trials=max_trials, timeout=remaining, storage=storage, study_name=study_name, on_trial=on_trial
+                max_trials=max_trials,
+                timeout=remaining,
+                storage=storage,
+                study_name=study_name,
+                on_trial=None if on_trial is None else callers(on_trial),
             )
             if kept is not None:
                 kept.save(plan)
@@ -159,6 +173,7 @@ class _Tuning:
     foresight: Foresight
     target_batch: int
     seed: int
+    optimizer_name: str
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -189,7 +204,7 @@ class _Tuning:
                 on_trial=self._remember(on_trial),
             )
             best = self._decided(deadline)
-        except DeviceLostError as error:
+        except (DeviceLostError, StorageError) as error:
             error.plan = self._plan(best_trial(self.trials))
             raise
         if best is None:
@@ -313,7 +328,7 @@ class _Tuning:
                 self.setup.model,
                 self.info,
                 memory_source=self.setup.meter.source,
-                optimizer=type(self.setup.make_optimizer()).__name__,
+                optimizer=self.optimizer_name,
                 seed=self.seed,
             ),
             notes=(*self.notes, *self.foresight.notes(self.trials)),

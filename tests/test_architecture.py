@@ -50,6 +50,7 @@ LAYERS = {
     "exactness": 8.2,
     "finals": 8.5,
     "budget": 8.5,  # the parts of tune()
+    "boundary": 8.5,
     "space": 8.5,
     "checks": 8.5,
     "environment": 8.5,

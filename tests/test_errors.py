@@ -14,6 +14,7 @@ EXAMPLES = [
     errors.InfeasibleError("c", budget_bytes=1, smallest_peak_bytes=2),
     errors.StepError("d", phase="forward"),
     errors.DeviceLostError("e"),
+    errors.StorageError("s"),
     errors.PlanMismatchError("f", differences=("device",)),
     errors.RestoreError("g", state=("weights",)),
 ]

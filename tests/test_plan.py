@@ -109,7 +109,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("os.replace", fail)
+    monkeypatch.setattr("pathlib.Path.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         plan(trial(0, 10.0), best=0).save(path)
     assert path.read_text() == "old"

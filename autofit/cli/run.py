@@ -23,7 +23,7 @@ from autofit.cli.progress import TrialProgress, say
 from autofit.cli.ranks import is_silent, process_group
 from autofit.device import resolve_device
 from autofit.distributed import world_size
-from autofit.errors import ConfigError, DeviceLostError, InfeasibleError
+from autofit.errors import ConfigError, DeviceLostError, InfeasibleError, StorageError
 from autofit.plan import Plan, Trial, best_trial
 from autofit.report.text import report, report_text
 from autofit.units import format_bytes
@@ -59,7 +59,7 @@ def run(request: Request, output: Output) -> None:
         # What the user's own code prints must not get between the lines of the JSON document.
         with contextlib.redirect_stdout(sys.stderr), process_group(request.arguments.get("device")):
             plan = _tune(request)
-    except (InfeasibleError, DeviceLostError) as error:
+    except (InfeasibleError, DeviceLostError, StorageError) as error:
         if error.plan is not None:
             _deliver(error.plan, output)
         raise

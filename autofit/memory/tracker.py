@@ -64,7 +64,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     Of tensor subclasses that wrap others, and of sparse tensors, the inner tensors count. Not seen is what happens
     inside one operator, `UntypedStorage.resize_` until an operator next returns a tensor on that storage, and tensors
-    in opaque layouts (MKL-DNN). To be entered once; leaving it forgets every storage, and later deaths change nothing.
+    in opaque layouts (MKL-DNN). Deaths are counted when the next operator begins. To be entered once; leaving it
+    forgets every storage, and later deaths change nothing.
     """
 
     supports_higher_order_operators = True
@@ -74,17 +75,24 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
-        self.allocator = allocator
+        self._allocator = allocator
         self.log = log
         self.operators = 0
         self._on_device = attrgetter(f"is_{device_type}")
         self._alive: dict[int, _Life] = {}  # by the address of the storage itself, not of its data
         self._births = 0
         # A death can come at any moment: from the garbage collector while another is being counted, or in another
-        # thread. So births and deaths queue, as (storage, bytes or 0), and whoever holds the lock works the queue off.
-        self._pending: deque[tuple[_Life, int]] = deque()
+        # thread. So births and deaths queue, a birth with its bytes, and whoever holds the lock works the queue off.
+        # Deaths do no more than that: a signal whose handler raises in the callback of a weak reference is lost.
+        self._pending: deque[_Life | tuple[_Life, int]] = deque()
         self._working = Lock()
         self._refusal: str | None = None
+
+    @property
+    def allocator(self) -> CachingAllocator | None:
+        """The allocator model, in which everything that died until now is counted."""
+        self.settle()
+        return self._allocator
 
     def resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts what is alive already (parameters, buffers, gradients, optimizer state) as born now, in order."""
@@ -94,6 +102,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._pending:
+            self.settle()
         self.operators += 1
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is Tensor:
@@ -107,6 +117,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.settle()
         self._alive.clear()
         self._pending.clear()
 
@@ -123,10 +134,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         key = storage._cdata
         life = self._alive.get(key)
         nbytes = storage.nbytes()
-        if life is None:
+        if life is None or life() is None:
             if nbytes == 0 or not self._on_device(tensor):
                 return
-            life = self._alive[key] = _Life(storage, self._died)
+            life = self._alive[key] = _Life(storage, self._pending.append)
             life.key = key
             life.block = None
             life.number = 0
@@ -134,27 +145,27 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return
         life.nbytes = nbytes
         self._pending.append((life, nbytes))
-        self._settle()
+        self.settle()
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
             raise torch.OutOfMemoryError(refusal)
-
-    def _died(self, life: _Life) -> None:
-        self._forget(life)
-        self._pending.append((life, 0))
-        self._settle()
 
     def _forget(self, life: _Life) -> None:
         if self._alive.get(life.key) is life:
             del self._alive[life.key]
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Works the queue off, unless that is being done already further up or in another thread."""
         pending = self._pending
         while pending and self._working.acquire(blocking=False):
             try:
                 while pending:
-                    self._count(*pending.popleft())
+                    event = pending.popleft()
+                    if isinstance(event, _Life):
+                        self._forget(event)
+                        self._count(event, 0)
+                    else:
+                        self._count(*event)
             finally:
                 self._working.release()
 
@@ -163,9 +174,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         former, number = life.block, life.number
         life.block, life.number = None, 0
         if nbytes:
-            if self.allocator is not None:
+            if self._allocator is not None:
                 try:
-                    life.block = self.allocator.malloc(nbytes)
+                    life.block = self._allocator.malloc(nbytes)
                 except AllocatorOutOfMemoryError as error:
                     self._refuse(life, former, number, error)
                     return
@@ -173,8 +184,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             life.number = self._births
             if self.log is not None:
                 self.log.add(life.number, nbytes, self.operators)
-        if former is not None and self.allocator is not None:
-            self.allocator.free(former)
+        if former is not None and self._allocator is not None:
+            self._allocator.free(former)
         if number and self.log is not None:
             self.log.add(number, 0, self.operators)
 

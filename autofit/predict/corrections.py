@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# What they keep for backward is rounded up inside, so that it does not grow evenly with the samples.
+UNEVEN = frozenset({_RNN_LAYER})
 
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 

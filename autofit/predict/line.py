@@ -120,6 +120,8 @@ class _Affine:
 
 
 def _between(low: Trace, high: Trace) -> tuple[_Affine | None, str]:
+    if low.uneven:
+        return None, "an operator keeps memory that does not grow evenly with the samples"
     if low.events != high.events or low.marks != high.marks:
         return None, f"with {SIZES[0]} and with {SIZES[1]} samples different operators run"
     span = SIZES[1] - SIZES[0]

@@ -44,8 +44,8 @@ class Masks:
         self._traced = traced
         self._selective = frozenset(selective)
         for mode, (low, high) in traced.items():
-            if not _alike(low.trace, high.trace):
-                raise WeaveError(f"with checkpointing {mode!r} different operators run for different micro-batches")
+            if low.trace.uneven or not _alike(low.trace, high.trace):
+                raise WeaveError(f"with checkpointing {mode!r} memory does not grow evenly with the micro-batch")
         self._weave = Weave({mode: low.trace for mode, (low, _) in traced.items()})
         few, many = (self._column(lambda traced, index: traced.trace.sizes[index], of=of) for of in (0, 1))
         slope, rest = np.divmod(many - few, SIZES[1] - SIZES[0])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autofit.predict.corrections import as_it_is
+from autofit.predict.corrections import UNEVEN, as_it_is
 
 Category = Literal[
     "weights",
@@ -51,6 +51,8 @@ class Trace:
     Where blocks are followed, `cuts` says from which event on which block runs, forward or backward (None: none of
     them), also at each mark, as (place in `events`, span, mark). `recomputed` has the storages that were born in a
     recomputation, and `ends` what else let go of a storage before it died, as (cuts so far, place in `events`, index).
+
+    `uneven` says that some storage does not grow evenly with the samples.
     """
 
     events: list[int] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Trace:
     cuts: list[tuple[int, Span | None, str | None]] = field(default_factory=list)
     ends: list[tuple[int, int, int]] = field(default_factory=list)
     recomputed: set[int] = field(default_factory=set)
+    uneven: bool = False
 
     def mark(self, name: str) -> None:
         """Names the present place in the events; no block runs there."""
@@ -91,6 +94,15 @@ class Trace:
             start = end
         births.append(len(events))
         self.ends = sorted((cuts, births[bisect_left(births, at)], index) for cuts, at, index in self.ends)
+
+
+class _Life(weakref.ref[torch.UntypedStorage]):
+    """A storage that is followed: its address, and its index in the trace."""
+
+    __slots__ = ("index", "key")
+
+    key: int
+    index: int
 
 
 class Scratch(Protocol):
@@ -124,7 +136,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device.type
         self._scratch = scratch
         self._watch = watch
-        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._live: dict[int, _Life] = {}
+        # Callbacks of weak references only queue: a signal whose handler raises in one is lost.
+        self._dead: deque[_Life] = deque()
         self._no_overflow: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._making = False
@@ -135,15 +149,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._standing_for: int | None = None
         self._stand_ins: set[int] = set()
         self._holders: dict[int, int] = {}
-        self._recording = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             return args[0].device if type(args[0]) is torch.Tensor else args[0].fake_device
         if func is _SCALAR_OF:
             return self._scalar(args[0])
+        self._bury()
         self._running = func
         out = as_it_is(func, args, func(*args, **(kwargs or {})))
+        self.trace.uneven = self.trace.uneven or func in UNEVEN
         if func is _FIND_OVERFLOW:
             found = args[1].untyped_storage()
             self._no_overflow[found._cdata] = weakref.ref(found)
@@ -179,9 +194,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Says what a tensor's storage is for; one that was never seen is born now. Other values are let be."""
         if not isinstance(tensor, torch.Tensor):
             return
-        found = self._live.get(tensor.untyped_storage()._cdata)
+        found = self._found(tensor)
         if found is not None:
-            self.trace.categories[found[0]] = category
+            self.trace.categories[found.index] = category
         elif self._on_device(tensor):
             index = self._see(tensor, "")
             if index is not None:
@@ -189,9 +204,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def saved(self, tensor: torch.Tensor) -> None:
         """A tensor is kept for backward: what was temporary is an activation."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is not None and self.trace.categories[found[0]] == "temporary":
-            self.trace.categories[found[0]] = "activations"
+        found = self._found(tensor)
+        if found is not None and self.trace.categories[found.index] == "temporary":
+            self.trace.categories[found.index] = "activations"
 
     def enter_node(self, sequence: int) -> None:
         """Backward goes through the node that the forward pass created as its `sequence`-th."""
@@ -200,19 +215,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.module = self._sequence_modules[at - 1] if at else ""
             at = bisect_right(self._sequence_blocks, sequence, key=itemgetter(0))
             block = self._sequence_blocks[at - 1][1] if at else None
-            self.trace.enter((block, "backward") if block is not None else None)
+            self._enter((block, "backward") if block is not None else None)
 
     def around(self, block: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, of which the trace knows that it is the one of `block`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._at_block(block)
-            self.trace.enter((block, "forward"))
+            self._enter((block, "forward"))
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._at_block(None)
-                self.trace.enter(None)
+                self._enter(None)
 
         return run
 
@@ -221,15 +236,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         So it shows when backward lets go of what it saved, whoever else holds it. None for what lives long anyway.
         """
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is None or self.trace.categories[found[0]] in ("weights", "buffers", "inputs"):
+        found = self._found(tensor)
+        if found is None or self.trace.categories[found.index] in ("weights", "buffers", "inputs"):
             return None
-        self._standing_for = found[0]
+        self._standing_for = found.index
         try:
             other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         finally:
             self._standing_for = None
         return other.requires_grad_(tensor.requires_grad)
+
+    def mark(self, name: str) -> None:
+        """Names the present place in the trace."""
+        self._bury()
+        self.trace.mark(name)
+
+    def _enter(self, span: Span | None) -> None:
+        self._bury()
+        self.trace.enter(span)
 
     def _at_block(self, block: str | None) -> None:
         self._sequence_blocks.append((torch.autograd._get_sequence_nr(), block))  # type: ignore[attr-defined]
@@ -262,7 +286,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 yield self.trace
         finally:
-            self._recording = False
+            self._bury()
             self._live.clear()
             self._outside.clear()
             self.trace.settle()
@@ -278,12 +302,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, tensor: torch.Tensor, operator: Any) -> int | None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        found = self._live.get(key)
+        found = self._found(tensor)
         if found is not None:
-            index = found[0]
+            index = found.index
             if self.trace.sizes[index] == storage.nbytes() or key in self._stand_ins:
                 return None
-            self._died(key, index, found[1])  # resized: the old block is given back for a new one
+            self._died(found)  # resized: the old block is given back for a new one
         elif not self._on_device(tensor) or key in self._outside:
             return None
         elif self._making:
@@ -295,8 +319,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._holders[index] = self._holders.get(index, 1) + 1
         else:
             index = self._born(storage.nbytes(), operator)
-        self._live[key] = index, weakref.ref(storage, partial(self._died, key, index))
+        life = self._live[key] = _Life(storage, self._dead.append)
+        life.key, life.index = key, index
         return index
+
+    def _found(self, tensor: torch.Tensor) -> _Life | None:
+        """The tensor's storage, if it is followed; its address may have been that of one that is dead."""
+        self._bury()
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def _bury(self) -> None:
+        """Writes down what has died until now."""
+        while self._dead:
+            self._died(self._dead.popleft())
 
     def _born(self, nbytes: int, operator: Any) -> int:
         trace, phase = self.trace, self.phase()
@@ -312,8 +347,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace.modules.append(self.module)
         return index
 
-    def _died(self, key: int, index: int, reference: Any) -> None:
-        if self._recording and self._live.get(key, (None,))[0] == index:
+    def _died(self, life: _Life) -> None:
+        key, index = life.key, life.index
+        if self._live.get(key) is life:
             del self._live[key]
             self._stand_ins.discard(key)
             holders = self._holders.get(index, 1) - 1

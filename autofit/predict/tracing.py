@@ -166,9 +166,9 @@ def _optimizer_step(step: _FollowedStep, pieces: list[Part], recorder: Recorder)
     step.zero_grad()
     losses = []
     for index, piece in enumerate(pieces):
-        recorder.trace.mark(f"micro {index}")
+        recorder.mark(f"micro {index}")
         losses.append(step.micro_step(piece))
-    recorder.trace.mark("optimizer")
+    recorder.mark("optimizer")
     step.optimizer_step()
     step.zero_grad()
 

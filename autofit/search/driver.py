@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from autofit.candidate import Candidate
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, StorageError
 from autofit.plan import Trial
 from autofit.search.evidence import Evidence, was_run
 from autofit.search.fit import Fit
@@ -50,7 +51,7 @@ def search(
     (64 when left out); `timeout` in seconds bounds when the last one begins.
     `storage` and `study_name` name an Optuna study, which is continued if it exists and may be shared by workers.
     `on_trial` is called after each trial of this call. An exception from `evaluate` passes through; its trial is
-    closed. Raises ConfigError when an argument cannot be meant.
+    closed. Raises ConfigError when an argument cannot be meant, StorageError when the study cannot be read or written.
     """
     _check(space, cap_bytes=cap_bytes, max_trials=max_trials, timeout=timeout)
     lines = Space(space)
@@ -103,9 +104,16 @@ def _try(
     try:
         result = evaluate(candidate)
     except BaseException as error:
-        ledger.fail(running, error)
+        with contextlib.suppress(StorageError):  # the error says more than that it could not be written down
+            ledger.fail(running, error)
         raise
-    report(ledger.finish(running, _judged(result, cap_bytes)))
+    result = _judged(result, cap_bytes).model_copy(update={"number": running.number})
+    try:
+        ledger.finish(running, result)
+    except StorageError:
+        report(result)
+        raise
+    report(result)
 
 
 def _judged(result: Trial, cap_bytes: int | None) -> Trial:

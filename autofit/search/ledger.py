@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from autofit.candidate import Candidate, CheckpointingMode, Precision
 from autofit.plan import Trial
+from autofit.search.storage import storage_errors
 from autofit.search.study import ChosenSampler, quiet
 from autofit.search.worker import describe_worker, is_alive
 from autofit.units import MiB, format_bytes
@@ -64,7 +65,7 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """All trials that are still true under this cap, in order of their numbers."""
-        with quiet():
+        with quiet(), storage_errors():
             frozen = self._study.get_trials(deepcopy=False)
         entries = []
         for trial in frozen:
@@ -78,7 +79,7 @@ class Ledger:
     def start(self, candidate: Candidate) -> optuna.Trial | None:
         """Opens a trial for `candidate`; None when another worker took the same one at the same moment."""
         asked = {"candidate": candidate.model_dump(mode="json"), "cap_bytes": self._cap, "worker": describe_worker()}
-        with quiet():
+        with quiet(), storage_errors():
             trial = self._study.ask()
             trial.set_user_attr("asked", asked)
             if self._is_taken(candidate, before=trial.number):
@@ -88,10 +89,9 @@ class Ledger:
             self._write_parameters(trial, candidate)
         return trial
 
-    def finish(self, running: optuna.Trial, result: Trial) -> Trial:
-        """Writes the result down and gives it the study's number."""
-        result = result.model_copy(update={"number": running.number})
-        with quiet():
+    def finish(self, running: optuna.Trial, result: Trial) -> None:
+        """Writes the result down."""
+        with quiet(), storage_errors():
             running.set_user_attr("trial", result.model_dump(mode="json"))
             for name, value in _for_people(result):
                 running.set_user_attr(name, value)
@@ -99,17 +99,16 @@ class Ledger:
             if constraint is not None:
                 running.set_constraint("memory", constraint)
             self._study.tell(running, result.samples_per_second if result.feasible else None, state=_state(result))
-        return result
 
     def fail(self, running: optuna.Trial, error: BaseException) -> None:
         """Closes a trial that raised; its candidate stays untried."""
-        with quiet():
+        with quiet(), storage_errors():
             running.set_user_attr("error", f"{type(error).__name__}: {error}"[:1000])
             self._study.tell(running, state=TrialState.FAIL)
 
     def bury_the_dead(self) -> None:
         """Closes the trials that dead processes left running, so that their candidates can be tried again."""
-        with quiet():
+        with quiet(), storage_errors():
             for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 worker = trial.user_attrs.get("asked", {}).get("worker")
                 if worker and not is_alive(worker, started=trial.datetime_start or datetime.now()):

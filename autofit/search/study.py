@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +12,9 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
-from sqlalchemy.exc import DBAPIError
 
 from autofit.errors import ConfigError
-
-# Workers that open a new database at the same moment get in each other's way when they make its tables.
-OPENING_ATTEMPTS = 4
-OPENING_PAUSE_SECONDS = 0.25
-# SQLite locks the whole file for every write, so several workers have to wait for each other.
-SQLITE_WAIT_SECONDS = 60
+from autofit.search.storage import open_storage, storage_errors, without_password
 
 
 class ChosenSampler(optuna.samplers.BaseSampler):
@@ -56,38 +49,22 @@ def open_study(*, storage: str | None, name: str | None, sampler: ChosenSampler)
 
     Raises ConfigError when the storage cannot be opened or the study is not one of autofit's.
     """
-    backend = None if storage is None else _open_storage(storage)
+    backend = None if storage is None else open_storage(storage)
     try:
-        with quiet():
+        with quiet(), storage_errors():
             study = optuna.create_study(
                 storage=backend, study_name=name, sampler=sampler, direction="maximize", load_if_exists=True
             )
         if study.direction != StudyDirection.MAXIMIZE:
             raise ConfigError(
-                f"The study {name!r} in {storage!r} minimises, so it is not one of autofit's, which maximise samples "
-                "per second. Pass another study_name."
+                f"The study {name!r} in {without_password(repr(storage))} minimises, so it is not one of autofit's, "
+                "which maximise samples per second. Pass another study_name."
             )
         yield study
     finally:
         if backend is not None:
             backend.remove_session()
             backend.engine.dispose()
-
-
-def _open_storage(url: str) -> optuna.storages.RDBStorage:
-    options = {"connect_args": {"timeout": SQLITE_WAIT_SECONDS}} if url.startswith("sqlite") else None
-    for attempt in range(1, OPENING_ATTEMPTS + 1):
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=options)
-        except Exception as error:
-            if attempt < OPENING_ATTEMPTS and isinstance(error, DBAPIError):
-                time.sleep(OPENING_PAUSE_SECONDS)
-                continue
-            raise ConfigError(
-                f"The storage {url!r} cannot be opened ({type(error).__name__}: {error}). Allowed: a database URL that "
-                "Optuna knows, such as 'sqlite:///autofit.db', or None to keep nothing."
-            ) from error
-    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 @contextmanager

@@ -164,6 +164,11 @@ class Accumulation:
         with self._precision.activated(), self._checkpoints.active():
             yield
 
+    def put_back(self) -> None:
+        """Undoes what an interrupt left when it came while `activated()` was being undone; gradients are dropped."""
+        self._checkpoints.undo()
+        self.zero_grad()
+
     def zero_grad(self) -> None:
         """Drops all gradients, freeing their memory, or where ranks exchange them in buckets keeping only those."""
         self._parallel.end()
@@ -174,6 +179,7 @@ class Accumulation:
 
         Ranks exchange gradients in the `last` of a step.
         """
+        self.phase = "forward"
         with self._parallel.micro_step(last=last):
             return self._micro_step(part)
 

@@ -23,7 +23,6 @@ from autofit.step.offload import offloaded
 from autofit.step.recompute import Forward, recomputed
 from autofit.step.structure import unwrapped
 
-_ABSENT = object()
 _Patch = tuple[nn.Module, Callable[[], Forward]]
 
 
@@ -47,6 +46,7 @@ class CheckpointPlan:
     def __init__(self, model: nn.Module, checkpointing: Checkpointing, *, spans: Spans | None = None) -> None:
         self._patches: list[_Patch] = []
         self._configs: list[Any] = []
+        self._undo: list[Callable[[], object]] = []
         model = unwrapped(model)
         modes = _modes(model, checkpointing)
         blocks = [_Block(target, modes.get(target.name, "none"), spans) for target in _targets(model, modes, spans)]
@@ -57,23 +57,30 @@ class CheckpointPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Checkpointing is in force inside, and undone on exit, after an exception too."""
-        undo: list[tuple[dict[str, Any], Any]] = []
-        caches = [(config, config.use_cache) for config in self._configs]
+        before = len(self._undo)
         try:
             for module, patched in self._patches:
-                undo.append((module.__dict__, module.__dict__.get("forward", _ABSENT)))
+                self._undo.append(_putting_back(module.__dict__, "forward"))
                 module.__dict__["forward"] = patched()
-            for config, _ in caches:
+            for config in self._configs:
+                self._undo.append(partial(setattr, config, "use_cache", config.use_cache))
                 config.use_cache = False
             yield
         finally:
-            for config, use_cache in caches:
-                config.use_cache = use_cache
-            for attributes, forward in reversed(undo):
-                if forward is _ABSENT:
-                    attributes.pop("forward", None)
-                else:
-                    attributes["forward"] = forward
+            self.undo(before)
+
+    def undo(self, down_to: int = 0) -> None:
+        """Undoes what is in force; again where an interrupt came between, for what is undone is forgotten last."""
+        while len(self._undo) > down_to:
+            self._undo[-1]()
+            self._undo.pop()
+
+
+def _putting_back(attributes: dict[str, Any], name: str) -> Callable[[], object]:
+    """What makes an attribute again what it is now, or absent."""
+    if name in attributes:
+        return partial(attributes.__setitem__, name, attributes[name])
+    return partial(attributes.pop, name, None)
 
 
 @contextmanager

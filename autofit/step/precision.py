@@ -36,6 +36,10 @@ class StepPrecision:
             return float32_arithmetic("tf32" if self._precision == "tf32" else "ieee")
         return nullcontext()
 
+    def autocast_state(self) -> AutocastState:
+        """What autocast is now, for the time after an interrupt."""
+        return AutocastState(self._device.type)
+
     def forward(self) -> AbstractContextManager[None]:
         """Around the forward and the loss of one micro-batch."""
         return nullcontext() if self._dtype is None else autocast(self._device.type, self._dtype)
@@ -48,14 +52,35 @@ def autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     `torch.autocast("cuda")` turns itself off where there is no driver; a step that is traced for a GPU that is not
     there must cast like the step that runs on it.
     """
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.autocast_increment_nesting()
+    before = AutocastState(device_type)
     try:
+        torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
         yield
     finally:
-        if torch.autocast_decrement_nesting() == 0:
+        before.put_back()
+
+
+class AutocastState:
+    """Autocast of one kind of device at one moment. Casts of weights are kept as long as it is nested in itself."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._enabled = torch.is_autocast_enabled(device_type)
+        self._dtype = torch.get_autocast_dtype(device_type)
+        self._nesting = _nesting()
+
+    def put_back(self) -> None:
+        """Sets all to what it was; may be called again, where an interrupt came between."""
+        for _ in range(_nesting() - self._nesting):
+            torch.autocast_decrement_nesting()
+        if self._nesting == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_enabled(self._device_type, self._enabled)
+        torch.set_autocast_dtype(self._device_type, self._dtype)
+
+
+def _nesting() -> int:
+    """How deep autocast is nested; torch tells it only where it changes."""
+    return torch.autocast_increment_nesting() - 1 + 0 * torch.autocast_decrement_nesting()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autofit.batch.nest import leaves
 from autofit.errors import StepError
+from autofit.oom import drain_backward
 from autofit.random_states import StepRandomStates
 from autofit.units import KiB
 
@@ -109,9 +110,10 @@ class StepStart:
     def _copy_anew(self) -> None:
         """The first time, and when the model has put another tensor in the place of a buffer."""
         self._small, self._large = [], []
-        self._held = list(map(dict.get, self._owners, self._names))
+        self._held = None  # until all is copied
+        held = list(map(dict.get, self._owners, self._names))
         together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for (owner, name), buffer in zip(self._places, self._held, strict=True):
+        for (owner, name), buffer in zip(self._places, held, strict=True):
             if buffer is None or buffer.layout != torch.strided:
                 continue
             saved = _SavedBuffer(owner, name, buffer, buffer.detach().clone(), buffer._version)
@@ -123,6 +125,7 @@ class StepStart:
             copies.append(saved.copy)
             buffers.append(buffer.detach())
         self._copied_together = list(together.values())
+        self._held = held
 
     @torch.no_grad()
     def go_back(self) -> None:
@@ -174,9 +177,9 @@ class OptimizerStart:
         )
         if changed:
             raise StepError(
-                f"Memory ran out in the middle of {type(self._optimizer).__name__}.step(), after {changed} of "
-                f"{len(self._versions)} parameters and states had been changed, so the step can neither be undone nor "
-                "repeated. Go on from the last checkpoint, with a smaller micro-batch or an optimizer that needs no "
+                f"{type(self._optimizer).__name__}.step() was stopped after {changed} of {len(self._versions)} "
+                "parameters and states had been changed, so the step can neither be undone nor repeated. Go on from "
+                "the last checkpoint; if memory ran out, with a smaller micro-batch or an optimizer that needs no "
                 "temporary memory (fused=True).",
                 phase="optimizer",
             )
@@ -191,6 +194,7 @@ def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def release_memory(device: torch.device) -> None:
     """Collects garbage and gives the allocator's cached memory back to the device."""
+    drain_backward()
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

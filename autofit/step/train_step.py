@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from autofit.candidate import Candidate
 from autofit.errors import InfeasibleError, StepError
-from autofit.oom import Failure, classify, headline, release_frames
+from autofit.interrupts import uninterrupted
+from autofit.oom import Failure, classify, drain_backward, headline, release_frames
 from autofit.optimizers import check_optimizer
 from autofit.step.accumulation import Accumulation, Part, StepOptions
 from autofit.step.survival import (
@@ -81,20 +82,51 @@ class TrainStep(Accumulation):
 
         When memory runs out, the same batch is run again from the start of the step in smaller micro-batches, with the
         same gradient; see `oom_events`. Raises InfeasibleError when a single sample does not fit, StepError when the
-        optimizer ran out after it had changed values. Any other error of the model or the loss comes out as it is.
+        optimizer ran out after it had changed values. Any other error of the model or the loss comes out as it is, and
+        so does an interrupt. A step that raises is undone: buffers, random states and gradients are those of before. If
+        the optimizer had changed values already, a note on the error says so, and nothing is undone.
         """
         self._steps += 1
         self.watch.begin()
         try:
-            self._start.mark()
-            if self.candidate.parallelism.mode == "none":
-                result = self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
-            else:
-                result = self._train(self.split(batch))
+            self._mark_start()
+            result = self._undone_if_it_fails(batch)
             self._start.passed()
         finally:
             self.watch.end()
         return result
+
+    def _mark_start(self) -> None:
+        """The copies that this takes may be what does not fit any more; what is cached makes room."""
+        try:
+            self._start.mark()
+            return
+        except Exception as error:
+            if classify(error) not in ("memory", "maybe_memory"):
+                raise
+            release_frames(error)
+        release_memory(self._device)
+        self._start.mark()
+
+    def _undone_if_it_fails(self, batch: Any) -> StepResult:
+        self.phase = "forward"  # until then it is the phase of the step before
+        autocast = self._precision.autocast_state()
+        try:
+            if self.candidate.parallelism.mode != "none":
+                return self._train(self.split(batch))
+            return self._surviving(self._sizes, batch, run=self._train, undo=self._undo)
+        except (InfeasibleError, StepError):  # after a step that was undone already, or cannot be
+            raise
+        except BaseException as error:
+            with uninterrupted():
+                autocast.put_back()
+                self.put_back()
+                try:
+                    self._undo()
+                except StepError as torn:
+                    error.add_note(str(torn))
+                drain_backward()
+            raise
 
     def evaluate(self, batch: Any) -> StepResult:
         """The loss of `batch` in evaluation mode, without gradients, in micro-batches; modes are put back.
@@ -122,9 +154,10 @@ class TrainStep(Accumulation):
         """Runs the batch in micro-batches that become smaller until it passes."""
         attempts_left, ran_out = ATTEMPTS_AT_ONE, ""
         while True:
-            parts = self.split(batch, at_most=sizes.of(batch))
-            size = max(part.samples for part in parts)
+            size = sizes.of(batch)
             try:
+                parts = self.split(batch, at_most=size)
+                size = max(part.samples for part in parts)
                 result = run(parts)
             except Exception as error:
                 failure = Failure(classify(error), headline(error), error)

@@ -18,8 +18,7 @@ class SimulatedDevice:
     """Enter it, and what tensors on the CPU need counts as needed on the device."""
 
     def __init__(self) -> None:
-        self.allocator = CachingAllocator()
-        self.tracker = StorageTracker("cpu", allocator=self.allocator)
+        self.tracker = StorageTracker("cpu", allocator=CachingAllocator())
         self.memory = self  # torch.cuda.memory has what torch.cuda has
         self.fraction = 1.0
         self.synchronized = 0
@@ -30,6 +29,13 @@ class SimulatedDevice:
 
     def __exit__(self, *details: Any) -> None:
         self.tracker.__exit__(*details)
+
+    @property
+    def allocator(self) -> CachingAllocator:
+        """The model, with all deaths counted."""
+        allocator = self.tracker.allocator
+        assert allocator is not None
+        return allocator
 
     def memory_stats(self, device: Any) -> dict[str, int]:
         allocator = self.allocator

@@ -90,7 +90,7 @@ def test_memory_runs_out_in_every_phase(phase: str) -> None:
     reached: list[str] = []
     with StorageTracker("cpu", allocator=allocator) as tracker:
         tracker.resident(training.resident())
-        before = allocator.allocated_bytes
+        before = tracker.allocator.allocated_bytes
         with pytest.raises(torch.OutOfMemoryError) as caught:
             training.step(reached)
         assert reached[-1] == phase
@@ -99,7 +99,7 @@ def test_memory_runs_out_in_every_phase(phase: str) -> None:
         del caught
         training.forget()
         gc.collect()
-        assert allocator.allocated_bytes == before
+        assert tracker.allocator.allocated_bytes == before
 
 
 def test_a_step_that_fits_leaves_only_what_it_should() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_fits_leaves_only_what_it_should() -> None:
     with StorageTracker("cpu", allocator=allocator) as tracker:
         tracker.resident(training.resident())
         for _ in range(3):
-            live.append(allocator.allocated_bytes)
+            live.append(tracker.allocator.allocated_bytes)
             for run in training.phases.values():
                 run()
             training.optimizer.zero_grad()
@@ -125,11 +125,11 @@ def test_the_message_reads_like_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         r"^CPU out of memory\. Tried to allocate 21\.0 MiB\. The cap is 30\.0 MiB of which 10\.0 MiB is free\. Of the "
         r"reserved 20\.0 MiB, 4\.0 MiB is allocated by tensors, and 16\.0 MiB is reserved but unallocated"
     )
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         kept = torch.empty(MiB)
         with pytest.raises(torch.OutOfMemoryError, match=expected):
             torch.empty(21 * MiB, dtype=torch.uint8)
-        assert allocator.allocated_bytes == kept.nbytes
+        assert tracker.allocator.allocated_bytes == kept.nbytes
 
 
 KIBIBYTE = 256  # elements of float32
@@ -183,11 +183,11 @@ def csr() -> Tensor:
 def test_what_is_alive_counts(make: Callable[[], Any], kibibytes: float) -> None:
     """Each storage counts once, with its bytes, until the last tensor on it is gone."""
     allocator = CachingAllocator()
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         alive = make()
-        assert allocator.allocated_bytes == kibibytes * KiB
+        assert tracker.allocator.allocated_bytes == kibibytes * KiB
         del alive
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
 
 
 class Pair(Tensor):
@@ -217,25 +217,25 @@ def test_tensors_inside_of_tensors_count() -> None:
     pair = Pair(torch.empty(KIBIBYTE), torch.empty(3 * KIBIBYTE))
     with StorageTracker("cpu", allocator=allocator) as tracker:
         tracker.resident([pair])
-        assert allocator.allocated_bytes == 4 * KiB
+        assert tracker.allocator.allocated_bytes == 4 * KiB
         other = pair + 1
-        assert allocator.allocated_bytes == 8 * KiB
+        assert tracker.allocator.allocated_bytes == 8 * KiB
         del pair, other
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
 
 
 def test_saved_tensors_live_as_long_as_their_graph() -> None:
     """What only the graph holds is alive until backward has used it."""
     allocator = CachingAllocator()
     weight = torch.ones(KIBIBYTE, requires_grad=True)
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         loss = weight.exp().exp().exp().sum()
-        assert allocator.allocated_bytes == 3 * KiB + 512
+        assert tracker.allocator.allocated_bytes == 3 * KiB + 512
         loss.backward()
-        assert allocator.allocated_bytes == KiB + 512  # the gradient and the loss
+        assert tracker.allocator.allocated_bytes == KiB + 512  # the gradient and the loss
         del loss
         weight.grad = None
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
 
 
 def test_residents_are_born_in_order_and_once() -> None:
@@ -357,7 +357,7 @@ def test_nothing_counts_after_leaving() -> None:
     gone = weakref.ref(tracker)
     del tensor
     assert storage() is None
-    assert allocator.allocated_bytes == KiB
+    assert tracker.allocator.allocated_bytes == KiB
     del tracker
     assert gone() is None
 
@@ -365,23 +365,23 @@ def test_nothing_counts_after_leaving() -> None:
 def test_an_error_of_an_operator_passes_through() -> None:
     """Any other exception comes out as it is, and the count goes on."""
     allocator = CachingAllocator()
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         with pytest.raises(RuntimeError, match="shape"):
             torch.ones(2, 3) @ torch.ones(2, 3)
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
         kept = torch.ones(KIBIBYTE)
-        assert allocator.allocated_bytes == kept.nbytes
+        assert tracker.allocator.allocated_bytes == kept.nbytes
 
 
 def test_a_cycle_is_alive_until_it_is_collected() -> None:
     """Storages in reference cycles end when the garbage collector finds them."""
     allocator = CachingAllocator()
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         cycle: list[Any] = [torch.empty(KIBIBYTE)]
         cycle.append(cycle)
         del cycle
         gc.collect()
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
 
 
 class Interrupted(CachingAllocator):
@@ -402,7 +402,7 @@ class Interrupted(CachingAllocator):
 def test_a_death_in_the_middle_of_a_birth_waits(threaded: bool) -> None:
     """A death while the allocator is at work is counted right after it, whichever thread it happens in."""
     allocator = Interrupted()
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         doomed = [torch.empty(KIBIBYTE)]
 
         def die() -> None:
@@ -412,39 +412,40 @@ def test_a_death_in_the_middle_of_a_birth_waits(threaded: bool) -> None:
 
         allocator.meanwhile = die if threaded else doomed.clear
         kept = torch.empty(2 * KIBIBYTE)
-        assert allocator.allocated_bytes == kept.nbytes
+        assert tracker.allocator.allocated_bytes == kept.nbytes
 
 
 def test_running_out_keeps_deaths_in_the_middle() -> None:
     """A birth that is refused while a death waits raises, and the death is counted all the same."""
     allocator = Interrupted(2 * MiB)
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         doomed = [torch.empty(KIBIBYTE)]
         allocator.meanwhile = doomed.clear
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(MiB)
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
         with pytest.raises(AllocatorOutOfMemoryError):
             allocator.malloc(4 * MiB)
 
 
-def test_a_birth_that_a_death_works_off_raises_in_its_operator() -> None:
-    """When a death arrives before the birth's own turn and finds it queued, the refusal still reaches the operator."""
+def test_a_birth_that_another_works_off_raises_in_its_operator() -> None:
+    """When somebody else works the queue off before the birth's own turn, the refusal still reaches the operator."""
     allocator = CachingAllocator(2 * MiB)
     tracker = StorageTracker("cpu", allocator=allocator)
     with tracker:
         doomed = [torch.empty(KIBIBYTE)]
-        settle = tracker._settle
+        settle = tracker.settle
 
         def settle_late() -> None:
-            del tracker._settle
-            doomed.clear()  # its callback works off both
+            del tracker.settle
+            doomed.clear()
+            settle()  # as another thread may
             settle()
 
-        tracker._settle = settle_late  # type: ignore[method-assign]
+        tracker.settle = settle_late  # type: ignore[method-assign]
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(MiB)
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0
 
 
 def test_what_was_refused_is_refused_again() -> None:
@@ -460,10 +461,10 @@ def test_what_was_refused_is_refused_again() -> None:
 def test_growing_beyond_the_cap_raises_and_keeps_the_old_room() -> None:
     """A storage that cannot grow counts as before until it dies."""
     allocator = CachingAllocator(2 * MiB)
-    with StorageTracker("cpu", allocator=allocator):
+    with StorageTracker("cpu", allocator=allocator) as tracker:
         tensor = torch.empty(KIBIBYTE)
         with pytest.raises(torch.OutOfMemoryError):
             tensor.resize_(MiB)
-        assert allocator.allocated_bytes == KiB
+        assert tracker.allocator.allocated_bytes == KiB
         del tensor
-        assert allocator.allocated_bytes == 0
+        assert tracker.allocator.allocated_bytes == 0

@@ -270,13 +270,13 @@ def test_what_a_recurrent_layer_keeps_for_backward_is_counted(kind: type[nn.RNNB
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.memory = kind(8, 32, num_layers=2, batch_first=True, bidirectional=True)
+            self.memory = kind(8, 32, batch_first=True, bidirectional=True)
             self.head = nn.Linear(64, 10)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.memory(x)[0][:, -1])
 
-    model, batch = Recurrent(), (torch.randn(12, 40, 8), torch.randint(10, (12,)))
+    model, batch = Recurrent(), (torch.randn(12, 10, 8), torch.randint(10, (12,)))
     for size, steps in ((12, 1), (4, 3)):
         candidate = Candidate(micro_batch_size=size, accumulation_steps=steps)
         predicted = predict_memory(model, batch, candidate, loss_fn=F.cross_entropy, device="cpu")
