@@ -8,7 +8,12 @@ from autofit.plan import Plan, Trial
 
 def even_split(plan: Plan, framework: str) -> tuple[int, int]:
     """The plan's micro-batch and accumulation steps; raises ConfigError when its micro-batches are not all equal."""
-    candidate, samples = plan.candidate, plan.target_batch // plan.world_size
+    candidate, (samples, rest) = plan.candidate, divmod(plan.target_batch, plan.world_size)
+    if rest:
+        raise ConfigError(
+            f"{plan.target_batch} samples on {plan.world_size} ranks are not the same number on each, and {framework} "
+            "takes one batch size. Tune for a target_batch that the ranks divide, or train with plan.train_step."
+        )
     if samples % candidate.accumulation_steps == 0:
         return candidate.micro_batch_size, candidate.accumulation_steps
     sizes = " and ".join(str(size) for size in sorted(set(candidate.split(samples)), reverse=True))

@@ -112,7 +112,7 @@ def recipe(plan: Plan) -> str:
     """What the best trial does, in one sentence, and how fast it was."""
     trial = plan.best
     candidate = trial.candidate
-    samples = plan.target_batch // plan.world_size
+    samples = balanced(plan.target_batch, plan.world_size)[0]
     steps = candidate.accumulation_steps
     batch = f"the whole batch of {samples}" if steps == 1 else f"{steps} micro-batches of {_sizes(candidate, samples)}"
     ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
@@ -203,11 +203,12 @@ def budget_in_words(plan: Plan) -> str:
 
 def _snippet(plan: Plan, plan_path: str | None) -> Iterator[RenderableType]:
     saved = "" if plan_path else ", saved with --out plan.json"
+    shares = sorted(set(balanced(plan.target_batch, plan.world_size)))
     yield f"To train with it{saved} (train_step takes the same loss as tune):"
     code = (
         f"import autofit\n\nplan = autofit.Plan.load({json.dumps(plan_path or 'plan.json')})\n"
         "step = plan.train_step(model, optimizer)\n"
-        f"for batch in loader:  # {plan.target_batch // plan.world_size} samples each\n"
+        f"for batch in loader:  # {' or '.join(map(str, shares))} samples each\n"
         "    result = step(batch)"
     )
     yield ""

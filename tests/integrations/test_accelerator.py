@@ -67,3 +67,10 @@ def test_an_uneven_plan_is_refused(bert: Any) -> None:
     """One batch size is all that the loader has."""
     with pytest.raises(ConfigError, match="Accelerate takes one batch size"):
         accelerator_arguments(plan_of(bert, steps=3))
+
+
+def test_shares_that_differ_between_ranks_are_refused(bert: Any) -> None:
+    """17 samples on 2 ranks are 9 and 8: one batch size would miss the target."""
+    plan = plan_of(bert, target=17, steps=1).model_copy(update={"world_size": 2})
+    with pytest.raises(ConfigError, match="17 samples on 2 ranks are not the same number on each"):
+        accelerator_arguments(plan)

@@ -165,3 +165,9 @@ def test_recipe_says_what_the_candidate_does(candidate: dict[str, object], expec
 def test_trial_line_is_one_line_in_fixed_columns(values: dict[str, object], expected: str) -> None:
     """Progress lines stand below one another."""
     assert trial_line(trial(**values)) == expected
+
+
+def test_shares_that_differ_between_ranks_are_said() -> None:
+    """32 samples on 3 ranks are 11, 11 and 10."""
+    text = report_text(load("cpu").model_copy(update={"world_size": 3}))
+    assert "for batch in loader:  # 10 or 11 samples each" in text
