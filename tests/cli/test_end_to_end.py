@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
+
 from autofit.plan import Plan
 
 FACTORY = """
@@ -56,9 +58,15 @@ def test_exit_3_when_nothing_fits(folder: Path, run: Callable[..., Any]) -> None
 
 
 def test_a_stopped_study_continues(folder: Path, run: Callable[..., Any]) -> None:
-    """With a storage the trials of the first run are not run again."""
-    storage = ("--storage", "sqlite:///study.db", "--study-name", "tiny", "--json")
+    """With a storage the trials of the first run are not run again; only the finals are held anew."""
+    study = {"storage": "sqlite:///study.db", "study_name": "tiny"}
+    storage = ("--storage", study["storage"], "--study-name", study["study_name"], "--json", "--budget", "1GiB")
     first = run(*command(folder, *storage))
+    tried = len(optuna.load_study(**study).trials)
     second = run(*command(folder, *storage))
     assert (first.code, second.code) == (0, 0), second.err
-    assert Plan.from_json(second.out).trials == Plan.from_json(first.out).trials
+    before, after = (
+        {trial.number: trial.candidate for trial in Plan.from_json(finished.out).trials} for finished in (first, second)
+    )
+    assert before == after
+    assert len(optuna.load_study(**study).trials) == tried
