@@ -194,39 +194,47 @@ def command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[
     assert caught.value.code == 0 or output.err.strip()
 
 
-@settings(max_examples=FEW * 3, **NO_DEADLINE)
-@given(batches, st.one_of(st.none(), st.none(), anything))
-def test_batches(batch: Any, batch_dims: Any) -> None:
-    """Split into samples, or refused."""
-    batch_is_split_or_refused(batch, batch_dims)
+FUZZED: dict[str, tuple[Any, Any, int]] = {
+    "batches": (st.tuples(batches, st.one_of(st.none(), st.none(), anything)), batch_is_split_or_refused, 3),
+    "budgets": (
+        st.tuples(st.one_of(anything, st.from_regex(r"\A-?[0-9]{0,40}\.?[0-9]{1,3} ?[KMGTkmgt]?i?[Bb]?%?\Z"))),
+        budget_is_bytes_or_refused,
+        5,
+    ),
+    "spaces": (st.tuples(spaces, st.integers(1, 40)), space_is_valid_or_refused, 3),
+    "plans": (
+        st.tuples(st.one_of(spoilt_plans(), texts, st.binary(max_size=20), anything.map(repr))),
+        plan_is_read_or_refused,
+        3,
+    ),
+    "calls": (st.tuples(calls), call_is_refused, 1),
+}
 
 
-@settings(max_examples=FEW * 5, **NO_DEADLINE)
-@given(st.one_of(anything, st.from_regex(r"\A-?[0-9]{0,40}\.?[0-9]{1,3} ?[KMGTkmgt]?i?[Bb]?%?\Z")))
-def test_budgets(budget: Any) -> None:
-    """Bytes of the device, or refused."""
-    budget_is_bytes_or_refused(budget)
+def fuzz(kind: str, examples: int) -> None:
+    """Runs the check of this kind on so many inputs."""
+    strategy, check, _ = FUZZED[kind]
+
+    @settings(max_examples=examples, database=None, **NO_DEADLINE)
+    @given(strategy)
+    def run(arguments: tuple[Any, ...]) -> None:
+        check(*arguments)
+
+    run()
 
 
-@settings(max_examples=FEW * 3, **NO_DEADLINE)
-@given(spaces, st.integers(1, 40))
-def test_spaces(values: dict[str, Any], samples: int) -> None:
-    """A space with splits that meet the target, or refused."""
-    space_is_valid_or_refused(values, samples)
+@pytest.mark.parametrize("kind", FUZZED)
+def test_typed_errors_only(kind: str) -> None:
+    """Understood as what it says, or refused."""
+    fuzz(kind, FEW * FUZZED[kind][2])
 
 
-@settings(max_examples=FEW * 3, **NO_DEADLINE)
-@given(st.one_of(spoilt_plans(), texts, st.binary(max_size=20), anything.map(lambda value: repr(value))))
-def test_plans(text: str | bytes) -> None:
-    """Read as what it says, or refused."""
-    plan_is_read_or_refused(text)
-
-
-@settings(max_examples=FEW, **NO_DEADLINE)
-@given(calls)
-def test_calls(arguments: dict[str, Any]) -> None:
-    """Refused before anything runs."""
-    call_is_refused(arguments)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", FUZZED)
+def test_typed_errors_only_and_long(kind: str) -> None:
+    """The same on many more inputs."""
+    fuzz(kind, MANY)
 
 
 def test_command_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,18 +243,10 @@ def test_command_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
 
     @settings(max_examples=FEW, database=None, **NO_DEADLINE)
     @given(command_lines)
-    def fuzz(arguments: list[str]) -> None:
+    def run(arguments: list[str]) -> None:
         command_line_is_refused(arguments, capsys)
 
-    fuzz()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("test", [test_batches, test_budgets, test_spaces, test_plans, test_calls])
-def test_more_of_them(test: Any) -> None:
-    """The same, longer."""
-    settings(test._hypothesis_internal_use_settings, max_examples=MANY)(test)()
+    run()
 
 
 @pytest.mark.parametrize("values", [itertools.count(1), range(1, 10**12), [1] * 10**6], ids=["endless", "huge", "many"])
