@@ -85,18 +85,21 @@ class StepMemory(FrozenModel):
 
     def at_peak(self) -> dict[str, int]:
         """Bytes of each part at the moment with the most bytes in use."""
-        totals = self.parts.totals()
-        at = totals.index(max(totals)) if totals else 0
+        at = self._peak_at()
         return {name: series[at] if series else 0 for name, series in self.parts.series().items()}
 
     def peak_phase(self) -> StepPhase:
         """What runs at the moment with the most bytes in use."""
-        totals = self.parts.totals()
-        at = totals.index(max(totals)) if totals else 0
+        at = self._peak_at()
         phase: StepPhase = "forward"
         for start in self.phases:
             phase = start.phase if start.at <= at else phase
         return phase
+
+    def _peak_at(self) -> int:
+        """The moment with the most bytes in use."""
+        totals = self.parts.totals()
+        return totals.index(max(totals)) if totals else 0
 
 
 class BlockEffect(FrozenModel):

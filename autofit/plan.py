@@ -72,6 +72,17 @@ class Trial(FrozenModel):
         """Ran at full size under the allocator cap."""
         return self.outcome == "feasible"
 
+    @property
+    def was_run(self) -> bool:
+        """Whether anything of it ran: what is predicted not to fit is written down and not run."""
+        foreseen = self.outcome == "over_budget" and self.peak_reserved_bytes is None
+        return not foreseen and self.outcome not in ("predicted", "not_run")
+
+    @property
+    def known_peak_bytes(self) -> int | None:
+        """The measured peak, or else the predicted one."""
+        return self.peak_reserved_bytes if self.peak_reserved_bytes is not None else self.predicted_peak_bytes
+
 
 class Environment(FrozenModel):
     """Where and for what the trials were measured: what decides whether a plan still holds elsewhere."""

@@ -56,67 +56,38 @@ def prepared(
     On exit model, optimizer, random states and torch's switches are what they were. Raises ConfigError and
     InfeasibleError as `tune` does; what fails otherwise, also inside, comes out as `boundary` says.
     """
-    boundary = Boundary()
+    boundary, team = Boundary(), team or Team()
     with boundary.typed(), ExitStack() as undone:
-        yield _prepare(
-            undone,
-            model,
-            sample_batch,
+        layout = infer_layout(sample_batch, batch_dims=loss_options.get("batch_dims"))
+        info = device_info(resolve_device(device, model))
+        meter = meter_for(info.device)
+        make_optimizer = optimizer_factory(optimizer, model)
+        undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
+        _enter_placed(undone, model, info, meter)
+        user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+        beside = (loss_options.get("loss_fn"), loss_options.get("compute_loss"), loss_options.get("loss_weight"))
+        snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
+        undone.enter_context(_training(model))
+        allowance = resolve_budget(budget, info=info, meter=meter)
+        if team.size > 1:
+            allowance = smallest_budget(allowance, team)
+        undone.enter_context(meter.capped(allowance.cap_bytes))
+        setup = TrialSetup(
+            model=model,
+            sample_batch=sample_batch,
+            layout=layout,
             samples=samples,
-            optimizer=optimizer,
-            device=device,
-            budget=budget,
+            device=info.device,
+            meter=meter,
+            cap_bytes=allowance.cap_bytes,
+            outside_bytes=allowance.outside_bytes,
+            snapshot=snapshot,
+            make_optimizer=make_optimizer,
             loss_options=loss_options,
-            team=team or Team(),
+            team=team,
             target_samples=target_samples,
-            boundary=boundary,
         )
-
-
-def _prepare(
-    undone: ExitStack,
-    model: nn.Module,
-    sample_batch: Any,
-    *,
-    samples: int,
-    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
-    device: str | torch.device | None,
-    budget: str | int | float | None,
-    loss_options: LossOptions,
-    team: Team,
-    target_samples: int | None,
-    boundary: Boundary,
-) -> Prepared:
-    layout = infer_layout(sample_batch, batch_dims=loss_options.get("batch_dims"))
-    info = device_info(resolve_device(device, model))
-    meter = meter_for(info.device)
-    make_optimizer = optimizer_factory(optimizer, model)
-    undone.enter_context(torch.enable_grad())  # before the snapshot, which puts back the mode that it finds
-    _enter_placed(undone, model, info, meter)
-    user_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-    beside = (loss_options.get("loss_fn"), loss_options.get("compute_loss"), loss_options.get("loss_weight"))
-    snapshot = undone.enter_context(restored(model, user_optimizer, device=info.device, beside=beside))
-    undone.enter_context(_training(model))
-    allowance = resolve_budget(budget, info=info, meter=meter)
-    if team.size > 1:
-        allowance = smallest_budget(allowance, team)
-    undone.enter_context(meter.capped(allowance.cap_bytes))
-    setup = TrialSetup(
-        model=model,
-        sample_batch=sample_batch,
-        layout=layout,
-        samples=samples,
-        device=info.device,
-        meter=meter,
-        cap_bytes=allowance.cap_bytes,
-        outside_bytes=allowance.outside_bytes,
-        snapshot=snapshot,
-        make_optimizer=make_optimizer,
-        loss_options=loss_options,
-        team=team,
-        target_samples=target_samples,
-    )
-    return Prepared(setup, info, allowance, boundary)
+        yield Prepared(setup, info, allowance, boundary)
 
 
 def _enter_placed(undone: ExitStack, model: nn.Module, info: DeviceInfo, meter: Meter) -> None:

@@ -62,7 +62,7 @@ class Masks:
         """The trace of a step of micro-batches of `sizes` under `mask`."""
         trace = self._weave.trace(mask)
         trace.settle()
-        return SizedTrace(trace if len(sizes) > 1 else without_second(trace), self._bytes(sizes).tolist())
+        return SizedTrace(_for_sizes(trace, sizes), self._bytes(sizes).tolist())
 
     def seconds(self, samples: float, clock: Callable[[Tally], Floats]) -> Floats:
         """What each block, by row, costs beyond mode `none` in each mode, by column, in a micro-step of `samples`.
@@ -112,14 +112,14 @@ class Masks:
 
         Blocks are in `modes` or in `none`.
         """
-        profiles = Profiles(self._weave, self._bytes(sizes), self.blocks, self.modes, single=len(sizes) == 1)
-        nbytes = self._bytes(sizes).tolist()
+        nbytes = self._bytes(sizes)
+        profiles = Profiles(self._weave, nbytes, self.blocks, self.modes, single=len(sizes) == 1)
+        listed = nbytes.tolist()
 
         @cache
         def fits(choice: Choice) -> bool:
             trace = self._weave.trace(self.mask(choice))  # unsettled: to the allocator the order of deaths is the same
-            sized = SizedTrace(trace if len(sizes) > 1 else without_second(trace), nbytes)
-            return replay(allocator_events(sized), cap_bytes).fits
+            return replay(allocator_events(SizedTrace(_for_sizes(trace, sizes), listed)), cap_bytes).fits
 
         seconds = self.seconds(sum(sizes) / len(sizes), clock)
         for column, mode in enumerate(self.modes):
@@ -190,6 +190,11 @@ class Profiles:
         change[ends[deaths]] = -self._rounded[ended[deaths]]
         peaks: Floats = np.maximum.reduceat(np.cumsum(change), starts).astype(np.float64)
         return peaks
+
+
+def _for_sizes(trace: Trace, sizes: Sequence[int]) -> Trace:
+    """The trace of a step of so many micro-batches, of one that accumulates."""
+    return trace if len(sizes) > 1 else without_second(trace)
 
 
 def _alike(one: Trace, other: Trace) -> bool:

@@ -27,11 +27,12 @@ from autofit.predict.recorder import Trace
 from autofit.predict.roofline import REFERENCES, operator_seconds
 from autofit.predict.scratch import CUDA_CONTEXT_BYTES
 from autofit.predict.shadow import OptimizerLike
+from autofit.predict.solver import Floats
 from autofit.predict.splice import without_second
 from autofit.predict.traces import Traced, Traces, shared_precision
 from autofit.predict.tracing import Subject
 from autofit.predict.weave import WeaveError
-from autofit.predict.work import Floats, Tally
+from autofit.predict.work import Tally
 from autofit.step.accumulation import LossOptions
 from autofit.step.blocks import Blocks
 

@@ -11,7 +11,8 @@ import torch
 
 from autofit.candidate import Precision
 from autofit.gpus import Gpu, find_gpu
-from autofit.predict.work import Floats, Tally, Work
+from autofit.predict.solver import Floats
+from autofit.predict.work import Tally, Work
 from autofit.timing import Round
 
 # Of the vendor's dense rate; torch's own roofline takes the same share (`torch.utils._runtime_estimation`).

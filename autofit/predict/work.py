@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch.utils.flop_counter import flop_registry
 
 from autofit.predict.recorder import Trace
+from autofit.predict.solver import Floats
 
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,13 +215,14 @@ def _optimizer(plan: Plan, step: StepMemory) -> Iterator[str]:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    ran = [trial for trial in plan.trials if was_run(trial)]
+    ran = [trial for trial in plan.trials if trial.was_run]
     counts = {outcome: sum(t.outcome == outcome for t in plan.trials) for outcome in ("feasible", "predicted")}
     if plan.best_number is None:
         yield f"None of {len(plan.trials)} trials fits into {budget_in_words(plan)}."
-        smallest = min((t for t in plan.trials if _peak(t) is not None), key=lambda t: _peak(t) or 0, default=None)
+        known = [trial for trial in plan.trials if trial.known_peak_bytes is not None]
+        smallest = min(known, key=lambda trial: trial.known_peak_bytes or 0, default=None)
         if smallest is not None:
-            yield f"The least was held by {smallest.candidate}: {format_bytes(_peak(smallest) or 0)}."
+            yield f"The least was held by {smallest.candidate}: {format_bytes(smallest.known_peak_bytes or 0)}."
         return
     yield recipe(plan)
     if plan.best.outcome == "predicted":
@@ -244,30 +245,20 @@ def _runner_up(plan: Plan) -> Iterator[str]:
     if second is not None:
         yield (
             f"The next fastest, {second.candidate}, has {rate_in_words(second)} samples/s "
-            f"({percent(1 - _rate(second) / own)} less) at {format_bytes(_peak(second) or 0)}."
+            f"({percent(1 - _rate(second) / own)} less) at {format_bytes(second.known_peak_bytes or 0)}."
         )
 
 
 def _beyond(plan: Plan) -> Iterator[str]:
     """The nearest thing that did not fit, for whoever could have a little more memory."""
-    failed = [t for t in plan.trials if t.outcome in ("over_budget", "out_of_memory") and _peak(t) is not None]
-    above = [t for t in failed if (_peak(t) or 0) > plan.cap_bytes]
+    failed = [trial for trial in plan.trials if trial.outcome in ("over_budget", "out_of_memory")]
+    above = [trial for trial in failed if (trial.known_peak_bytes or 0) > plan.cap_bytes]
     if above:
-        nearest = min(above, key=lambda t: _peak(t) or 0)
+        nearest = min(above, key=lambda t: t.known_peak_bytes or 0)
         yield (
-            f"The nearest that does not fit, {nearest.candidate}, needs {format_bytes(_peak(nearest) or 0)}"
+            f"The nearest that does not fit, {nearest.candidate}, needs {format_bytes(nearest.known_peak_bytes or 0)}"
             f"{', predicted' if nearest.peak_reserved_bytes is None else ''}."
         )
-
-
-def was_run(trial: Trial) -> bool:
-    """Whether anything of the trial ran: what is predicted not to fit is written down and not run."""
-    foreseen = trial.outcome == "over_budget" and trial.peak_reserved_bytes is None
-    return not foreseen and trial.outcome not in ("predicted", "not_run")
-
-
-def _peak(trial: Trial) -> int | None:
-    return trial.peak_reserved_bytes if trial.peak_reserved_bytes is not None else trial.predicted_peak_bytes
 
 
 def _rate(trial: Trial) -> float:

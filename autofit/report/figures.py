@@ -32,7 +32,7 @@ def figures(plan: Plan) -> tuple[Figure, ...]:
 
 
 def _figures(plan: Plan) -> Iterator[Figure]:
-    if any(_known_peak(trial) is not None for trial in plan.trials):
+    if any(trial.known_peak_bytes is not None for trial in plan.trials):
         yield tradeoff(plan)
     seen = plan.insight
     if seen is not None and seen.best is not None:
@@ -41,7 +41,7 @@ def _figures(plan: Plan) -> Iterator[Figure]:
         yield memory_over_step(seen.naive, plan, name="memory-naive", title="Memory over one naive step")
     if any(trial.step_seconds and trial.micro_step_seconds for trial in plan.trials):
         yield time_per_step(plan)
-    if any(_both_peaks(trial) for trial in plan.trials):
+    if any(both_peaks(trial) for trial in plan.trials):
         yield predicted_against_measured(plan)
     if seen is not None and seen.blocks:
         yield blocks(seen.blocks)
@@ -52,8 +52,8 @@ def tradeoff(plan: Plan) -> Figure:
     known = points(plan)
     front = pareto_front(known)
     edge = FARTHEST * max([plan.cap_bytes, *(p.peak_bytes for p in front)])
-    without = [t for t in plan.trials if not t.samples_per_second and _known_peak(t) is not None]
-    peaks = [min(peak, edge) for t in plan.trials if (peak := _known_peak(t)) is not None]
+    without = [t for t in plan.trials if not t.samples_per_second and t.known_peak_bytes is not None]
+    peaks = [min(peak, edge) for t in plan.trials if (peak := t.known_peak_bytes) is not None]
     rated = [_point_mark(plan, point, edge) for point in known]
     on_the_floor = [_floor_mark(t, edge) for t in without]
     unbeaten = f"Of {len(known)} with a speed {len(front)} lie on the front: none is both faster and smaller than those"
@@ -87,7 +87,7 @@ def _point_mark(plan: Plan, point: Point, edge: float) -> Mark:
 
 
 def _floor_mark(trial: Trial, edge: float) -> Mark:
-    peak = _known_peak(trial) or 0
+    peak = trial.known_peak_bytes or 0
     kind = "" if trial.peak_reserved_bytes is not None else "predicted "
     says = f"{trial.number}: {trial.candidate}: {kind}{format_bytes(peak)}, {outcome_in_words(trial)}"
     beyond = f"{format_bytes(peak)} →" if peak > edge else ""
@@ -187,7 +187,7 @@ def time_per_step(plan: Plan) -> Figure:
 
 def predicted_against_measured(plan: Plan) -> Figure:
     """Peaks of the trials that ran, as predicted and as measured; on the diagonal both agree."""
-    pairs = [(trial, *both) for trial in plan.trials if (both := _both_peaks(trial))]
+    pairs = [(trial, *both) for trial in plan.trials if (both := both_peaks(trial))]
     errors = [predicted / measured - 1 for _, predicted, measured in pairs]
     values = [value for _, *both in pairs for value in both]
     x = bytes_axis("predicted peak", values, from_zero=min(values) < max(values) / 2)
@@ -260,11 +260,8 @@ def _split(trial: Trial) -> str:
     return f"{candidate.micro_batch_size} × {candidate.accumulation_steps} {candidate.precision}{checkpointing}"
 
 
-def _known_peak(trial: Trial) -> int | None:
-    return trial.peak_reserved_bytes if trial.peak_reserved_bytes is not None else trial.predicted_peak_bytes
-
-
-def _both_peaks(trial: Trial) -> tuple[int, int] | None:
+def both_peaks(trial: Trial) -> tuple[int, int] | None:
+    """The predicted and the measured peak in bytes of a trial that ran through; None where either is missing."""
     predicted, measured = trial.predicted_peak_bytes, trial.peak_reserved_bytes
     if not predicted or not measured or trial.outcome not in ("feasible", "slower"):
         return None

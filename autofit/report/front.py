@@ -21,7 +21,7 @@ def points(plan: Plan) -> list[Point]:
     """The trials of which both speed and peak are known, measured or predicted."""
     found = []
     for trial in plan.trials:
-        peak = trial.peak_reserved_bytes if trial.peak_reserved_bytes is not None else trial.predicted_peak_bytes
+        peak = trial.known_peak_bytes
         if peak is not None and trial.samples_per_second:
             found.append(Point(trial, peak, trial.samples_per_second, trial.peak_reserved_bytes is not None))
     return found

@@ -16,7 +16,7 @@ from autofit.insight import Insight, StepMemory
 from autofit.plan import Plan, Trial
 from autofit.report.explain import PARTS, explain
 from autofit.report.figure import Figure
-from autofit.report.figures import figures
+from autofit.report.figures import both_peaks, figures
 from autofit.report.svg import outline, printable, svg
 from autofit.report.text import headline, outcome_in_words, peak_in_words, percent, rate_in_words
 from autofit.units import format_bytes, format_seconds
@@ -174,12 +174,12 @@ def _accuracy(plan: Plan) -> Table:
     rows = [
         (
             f"{trial.number}: {trial.candidate}",
-            format_bytes(trial.predicted_peak_bytes),
-            format_bytes(trial.peak_reserved_bytes),
-            f"{trial.predicted_peak_bytes / trial.peak_reserved_bytes - 1:+.1%}",
+            format_bytes(both[0]),
+            format_bytes(both[1]),
+            f"{both[0] / both[1] - 1:+.1%}",
         )
         for trial in plan.trials
-        if trial.predicted_peak_bytes and trial.peak_reserved_bytes and trial.outcome in ("feasible", "slower")
+        if (both := both_peaks(trial))
     ]
     return Table("Trials that ran.", ("trial", "predicted", "measured", "difference"), tuple(rows))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from autofit.candidate import Candidate
 from autofit.errors import ConfigError, StorageError
 from autofit.plan import Trial
-from autofit.search.evidence import Evidence, was_run
+from autofit.search.evidence import Evidence
 from autofit.search.fit import Fit
 from autofit.search.ledger import Entry, Ledger, within_cap
 from autofit.search.lines import Space
@@ -139,7 +139,7 @@ def _of_space(ledger: Ledger, lines: Space) -> list[Entry]:
 
 
 def _trials_run(entries: Sequence[Entry]) -> int:
-    return sum(entry.running or (entry.trial is not None and was_run(entry.trial)) for entry in entries)
+    return sum(entry.running or (entry.trial is not None and entry.trial.was_run) for entry in entries)
 
 
 def _evidence(lines: Space, entries: Sequence[Entry], cap_bytes: int | None) -> Evidence:

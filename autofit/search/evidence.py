@@ -90,16 +90,10 @@ class Evidence:
         return not any(own.peaks or own.failed or own.broken for own in self._lines.values())
 
 
-def was_run(trial: Trial) -> bool:
-    """Whether the trial was run, and not only recorded as predicted not to fit."""
-    only_predicted = trial.outcome == "over_budget" and trial.peak_reserved_bytes is None
-    return not only_predicted and trial.outcome not in ("predicted", "not_run")
-
-
 def _note(own: LineEvidence, index: int, trial: Trial, *, cap_bytes: int | None) -> None:
     own.taken.add(index)
     peak = trial.peak_reserved_bytes
-    if not was_run(trial):
+    if not trial.was_run:
         return
     if trial.outcome in ("out_of_memory", "over_budget"):
         own.failed[index] = peak
