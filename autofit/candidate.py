@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic import ValidationError as PydanticValidationError
 
 from autofit.errors import ConfigError
@@ -19,6 +23,10 @@ ParallelMode = Literal["none", "ddp"]
 # How far each precision lies from float32; breaks ties, the exact one first.
 NUMERIC_CHANGE: dict[Precision, int] = {"float32": 0, "tf32": 1, "bfloat16": 2, "float16": 3}
 
+# Beyond these nobody means it: what follows from them would take the memory and the time of the search.
+MOST_VALUES = 2**16
+MOST_SAMPLES = 2**24
+
 ModelT = TypeVar("ModelT", bound="FrozenModel")
 
 
@@ -26,6 +34,18 @@ class FrozenModel(BaseModel):
     """Data that does not change: frozen, unknown fields refused, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+# Text for people. What would move the cursor, recolour or retitle a terminal, or turn the writing direction, is shown
+# as an escape sequence: plans come from strangers, and messages from libraries.
+Printable = Annotated[str, AfterValidator(_printable)]
 
 
 class Checkpointing(FrozenModel):
@@ -152,14 +172,29 @@ def _as_sizes(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return (value,)
-    return tuple(sorted(set(value))) if isinstance(value, Iterable) else value
+    if not isinstance(value, Iterable):
+        return value
+    values = _at_most(value, MOST_VALUES)
+    # What cannot be sorted or hashed is no number; validation says so.
+    return tuple(sorted(set(values))) if all(isinstance(item, (int, float)) for item in values) else values
 
 
 def _as_choices(value: Any) -> Any:
     """One choice or several, in the order given, each once."""
     if isinstance(value, str):
         return (value,)
-    return tuple(dict.fromkeys(value)) if isinstance(value, Iterable) else value
+    if not isinstance(value, Iterable):
+        return value
+    values = _at_most(value, MOST_VALUES)
+    return tuple(dict.fromkeys(values)) if all(isinstance(item, str) for item in values) else values
+
+
+def _at_most(values: Iterable[Any], count: int) -> tuple[Any, ...]:
+    """The values; an endless or enormous collection is refused before it takes the memory."""
+    taken = tuple(islice(values, count + 1))
+    if len(taken) > count:
+        raise ValueError(f"more than {count} values; leave it out to allow any, or pass fewer")
+    return taken
 
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_as_sizes)]
@@ -204,6 +239,8 @@ class SearchSpace(FrozenModel):
         Every micro-batch that a balanced split can have occurs once, so 512 samples have 45, not 512.
         Raises ConfigError when none is allowed.
         """
+        if samples > MOST_SAMPLES:
+            raise ConfigError(f"{samples} samples per optimizer step are not allowed: pass at most {MOST_SAMPLES}.")
         found = set(self._allowed_splits(samples))
         if not found:
             raise ConfigError(
@@ -215,7 +252,7 @@ class SearchSpace(FrozenModel):
 
     def _allowed_splits(self, samples: int) -> Iterator[tuple[int, int]]:
         allowed_steps = set(self.accumulation_steps or ())
-        steps = allowed_steps or {self._steps(samples, size) for size in self.micro_batch_size or range(1, samples + 1)}
+        steps = allowed_steps or self._all_steps(samples)
         largest = max(self.micro_batch_size or (samples,))
         smallest = min(self.micro_batch_size or (1,))
         for count in steps:
@@ -225,12 +262,30 @@ class SearchSpace(FrozenModel):
             if not allowed_steps or smallest <= size <= largest:
                 yield size, count
 
-    def _steps(self, samples: int, size: int) -> int:
-        """The fewest accumulation steps of micro-batches of at most `size`."""
-        steps = max(-(-samples // size), 1)
-        while self.even_split and samples % steps:
-            steps += 1
-        return steps
+    def _all_steps(self, samples: int) -> set[int]:
+        """For each size that is allowed, the fewest accumulation steps of micro-batches of at most that."""
+        if self.micro_batch_size is None:
+            return set(_divisors(samples)) if self.even_split else set(_distinct_steps(samples))
+        fewest = {-(-samples // size) for size in self.micro_batch_size}
+        if not self.even_split:
+            return fewest
+        divisors = _divisors(samples)
+        return {divisors[bisect_left(divisors, steps)] for steps in fewest}
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _distinct_steps(samples: int) -> Iterator[int]:
+    """ceil(samples / size) for every size, each value once, in some 2 √samples turns."""
+    size = 1
+    while size < samples:
+        steps = -(-samples // size)
+        yield steps
+        size = (samples - 1) // (steps - 1) + 1
+    yield 1
 
 
 def describe_validation(error: PydanticValidationError, subject: str) -> str:

@@ -8,8 +8,6 @@ from dataclasses import replace
 import torch
 
 from autofit.candidate import Candidate, Checkpointing, RecomputingMode
-from autofit.errors import DeviceLostError
-from autofit.oom import Failure
 from autofit.step.blocks import Blocks
 from autofit.trial import TrialSetup
 
@@ -73,13 +71,8 @@ class _Probe:
         """None when the step fails."""
         gradients, failure = self._setup.attempt(_micro_step, checkpointing)
         if failure is not None:
-            self._note(failure, checkpointing)
+            logger.info("two samples with checkpointing %s: %s", checkpointing, failure.message)
         return gradients
-
-    def _note(self, failure: Failure, checkpointing: Checkpointing) -> None:
-        if failure.kind == "device_lost":
-            raise DeviceLostError(f"The device {self._setup.device} is lost: {failure.message}") from failure.error
-        logger.info("two samples with checkpointing %s: %s", checkpointing, failure.message)
 
 
 def _micro_step(setup: TrialSetup, checkpointing: Checkpointing) -> Gradients:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, describe_validation
+from autofit.candidate import NUMERIC_CHANGE, Candidate, FrozenModel, Printable, describe_validation
 from autofit.errors import ConfigError, PlanMismatchError
 from autofit.insight import Insight
 from autofit.loss_facts import Callables, LossFacts
@@ -65,7 +65,7 @@ class Trial(FrozenModel):
     optimizer_seconds: float | None = None
     step_seconds: Seconds | None = None
     samples_per_second: float | None = None
-    message: str = ""
+    message: Printable = ""
 
     @property
     def feasible(self) -> bool:
@@ -87,21 +87,21 @@ class Trial(FrozenModel):
 class Environment(FrozenModel):
     """Where and for what the trials were measured: what decides whether a plan still holds elsewhere."""
 
-    autofit_version: str
-    torch_version: str
-    python_version: str
-    platform: str
-    device: str
-    device_name: str
+    autofit_version: Printable
+    torch_version: Printable
+    python_version: Printable
+    platform: Printable
+    device: Printable
+    device_name: Printable
     device_total_bytes: int
-    compute_capability: str | None = None
-    cuda_version: str | None = None
+    compute_capability: Printable | None = None
+    cuda_version: Printable | None = None
     threads: int | None = None
-    memory_source: str
-    model: str
+    memory_source: Printable
+    model: Printable
     parameters: int
     trainable_parameters: int
-    optimizer: str
+    optimizer: Printable
     seed: int
 
 
@@ -116,7 +116,7 @@ class Plan(FrozenModel):
     best_number: int | None
     trials: tuple[Trial, ...]
     environment: Environment
-    notes: tuple[str, ...] = ()
+    notes: tuple[Printable, ...] = ()
     loss: LossFacts | None = None
     insight: Insight | None = None
 

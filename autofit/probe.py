@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.candidate import Candidate
-from autofit.distributed import first_failure
-from autofit.errors import AutofitError, ConfigError, DeviceLostError, StepError
+from autofit.errors import AutofitError, ConfigError, StepError
 from autofit.loss import Weighting, check_weighting, resolve_loss, resolve_weighting
 from autofit.oom import Failure
 from autofit.step.blocks import Blocks, discover_blocks, keep_checkpointable, observe_calls
@@ -41,14 +40,14 @@ def probe(setup: TrialSetup, *, block_patterns: tuple[str, ...] | None) -> Probe
     samples, shrunk = min(max(setup.layout.samples, 2), setup.samples), False
     while True:
         reports = setup.reports(_plain_step, samples, blocks)
-        failure = first_failure(reports)
+        failure = setup.first_failure(reports)
         if failure is None:
             seen = [report.value for report in reports if report.value is not None]
             unused = tuple(dict.fromkeys(name for _, names in seen for name in names))
             return ProbeResult(seen[0][0], _weighting_notes(setup), unused)
         out_of_memory = failure.kind in ("memory", "maybe_memory")
-        if (not out_of_memory and not shrunk) or failure.kind == "device_lost":
-            _raise(failure, setup)
+        if not out_of_memory and not shrunk:
+            _raise(failure)
         if samples == 1 or not out_of_memory:  # too few samples can fail otherwise, as under BatchNorm
             return ProbeResult(blocks, ())
         samples, shrunk = samples // 2, True
@@ -81,11 +80,9 @@ def _plain_step(setup: TrialSetup, samples: int, blocks: Blocks) -> tuple[Blocks
     return keep_checkpointable(blocks, observed), unused
 
 
-def _raise(failure: Failure, setup: TrialSetup) -> None:
+def _raise(failure: Failure) -> None:
     if isinstance(failure.error, AutofitError):
         raise failure.error
-    if failure.kind == "device_lost":
-        raise DeviceLostError(f"The device context of {setup.device} is lost: {failure.message}") from failure.error
     raise StepError(
         f"The model or its loss failed on the sample batch in plain float32, before anything was tuned: "
         f"{failure.message}"
@@ -110,8 +107,6 @@ def _weighting_notes(setup: TrialSetup) -> tuple[str, ...]:
     """How micro-batches are weighted, and whether that gives the full batch's loss."""
     weighting = _weighting(setup, _few_samples(setup))
     difference, failure = setup.attempt(_difference_of_parts)
-    if failure is not None and failure.kind == "device_lost":
-        _raise(failure, setup)
     notes = [weighting.describe()]
     if failure is None and difference is not None and difference > SEPARABLE_TOLERANCE:
         mismatch = (

@@ -80,10 +80,11 @@ class TrialSetup:
         """`work(setup, *arguments)` on every rank, each with its own setup, and then recovery on each.
 
         Gives what this rank made of it, or the first failure of any rank. `work` is a function of a module, and its
-        arguments are picklable.
+        arguments are picklable. Raises DeviceLostError where the failure says so: it never means that something did
+        not fit.
         """
         reports = self.reports(_kept, work, *arguments)
-        failure = first_failure(reports)
+        failure = self.first_failure(reports)
         own = reports[self.team.rank].value
         if failure is not None:
             return None, failure
@@ -93,6 +94,15 @@ class TrialSetup:
     def reports(self, work: Callable[..., T], *arguments: Any) -> list[Report[T]]:
         """As `attempt`, with what every rank says; what they made of it has to be picklable."""
         return self.team.run(work, self, *arguments, recover=self.recover)
+
+    def first_failure(self, reports: list[Report[Any]]) -> Failure | None:
+        """The first failure of any rank, if there is one; raises DeviceLostError where it is a lost device."""
+        failure = first_failure(reports)
+        if failure is not None and failure.kind == "device_lost":
+            raise DeviceLostError(
+                f"The device context of {self.device} is lost: {failure.message}. Start a new process."
+            ) from failure.error
+        return failure
 
     @property
     def samples_of_all(self) -> int:
@@ -200,7 +210,7 @@ def measure_need(candidate: Candidate, setup: TrialSetup, *, available_bytes: in
     """What a candidate needs when the budget does not hold it back; None where even the device has too little."""
     reports = setup.reports(_needed, candidate, available_bytes)
     readings = [report.value for report in reports if report.value is not None]
-    if first_failure(reports) is not None:
+    if setup.first_failure(reports) is not None:
         return None
     return max(readings, key=lambda reading: reading.peak_reserved_bytes)
 

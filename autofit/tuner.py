@@ -26,6 +26,7 @@ from autofit.errors import DeviceLostError, InfeasibleError, StepError, StorageE
 from autofit.fidelity import keep_faithful
 from autofit.finals import Finals
 from autofit.foresight import Foresight
+from autofit.leftovers import Leftovers
 from autofit.loss import loss_facts
 from autofit.plan import Plan, Trial, best_trial
 from autofit.predict import Predictor
@@ -139,6 +140,7 @@ def tune(
                 target_batch,
                 seed,
                 optimizer_name=type(setup.make_optimizer()).__name__,
+                leftovers=Leftovers(setup.device),
             )
             remaining = None if timeout is None else max(timeout - (time.monotonic() - began), 0.001)
             plan = tuning.run(
@@ -174,6 +176,7 @@ class _Tuning:
     target_batch: int
     seed: int
     optimizer_name: str
+    leftovers: Leftovers
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -263,6 +266,7 @@ class _Tuning:
         needed = self.foresight.needed_bytes(solved) if solved == candidate else None
         self.setup.tell(Progress("measuring memory", solved, needed, predicted=True, cap_bytes=cap))
         trial = run_trial(solved, self.setup, deadline=deadline, rival=best_trial(self.trials))
+        self.leftovers.look(f"a trial of {solved}")
         return self.foresight.annotate(trial)
 
     def _remember(self, on_trial: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
@@ -331,7 +335,7 @@ class _Tuning:
                 optimizer=self.optimizer_name,
                 seed=self.seed,
             ),
-            notes=(*self.notes, *self.foresight.notes(self.trials)),
+            notes=(*self.notes, *self.leftovers.notes, *self.foresight.notes(self.trials)),
             loss=loss_facts(self.setup.sample_batch, self.setup.layout, self.setup.model, **self.setup.loss_options),
             insight=self.foresight.insight(best.candidate, half=half_precision(self.info)) if best else None,
         )

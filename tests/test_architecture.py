@@ -57,6 +57,7 @@ LAYERS = {
     "fingerprint": 8.5,
     "hindsight": 8.4,
     "foresight": 8.5,
+    "leftovers": 8.5,
     "probe": 8.5,
     "fidelity": 8.5,
     "preparation": 8.8,

@@ -10,6 +10,7 @@ import torch
 
 import autofit.finals
 from autofit.candidate import Candidate
+from autofit.errors import DeviceLostError
 from autofit.exactness import Comparison, compare_with_float32
 from autofit.finals import TURNS, Finals, close_contenders
 from autofit.plan import Seconds, Trial
@@ -136,6 +137,17 @@ def test_finals_that_fail_change_nothing(setup: TrialSetup, monkeypatch: pytest.
     finals = Finals(trials, setup)
     assert finals.winner() is not None
     assert finals.trials == trials
+
+
+def test_a_device_that_is_lost_in_the_finals_ends_it(setup: TrialSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A9: it is never taken for finals that could not be held, even where the device seems to answer."""
+
+    def fail(setup: TrialSetup, candidates: Sequence[Candidate]) -> list[list[float]]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(autofit.finals, "measure_in_turn", fail)
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        Finals([timed(0, 12, 1.0), timed(1, 6, 1.0)], setup).winner()
 
 
 def test_who_does_not_hold_falls(setup: TrialSetup) -> None:

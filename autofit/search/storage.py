@@ -18,7 +18,7 @@ OPENING_PAUSE_SECONDS = 0.25
 # SQLite locks the whole file for every write, so several workers have to wait for each other.
 SQLITE_WAIT_SECONDS = 60
 
-_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^\s]*@")
+_PASSWORD = re.compile(r"((?:^|[\s'\"(]|://)[^/@\s:'\"]*:(?!//))[^\s'\"]*@")
 _QUERY_PASSWORD = re.compile(r"((?:password|passwd|pwd|token|secret)=)[^&;\s'\"]+", re.IGNORECASE)
 
 

@@ -90,7 +90,7 @@ class Birthplaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         theirs = [tensor for tensor, other in storages.values() if other == place]
         example = max(theirs, key=lambda tensor: tensor.untyped_storage().nbytes())
         dtype = str(example.dtype).removeprefix("torch.")
-        holder = _holder(example, ignored=(alive, storages, theirs))
+        holder = holder_of(example, ignored=(alive, storages, theirs))
         return Survivors(place, len(theirs), size, tuple(example.shape), dtype, holder)
 
 
@@ -114,7 +114,7 @@ def _kept_anyway() -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_meta}
 
 
-def _holder(tensor: Tensor, *, ignored: tuple[Any, ...]) -> str | None:
+def holder_of(tensor: Tensor, *, ignored: tuple[Any, ...]) -> str | None:
     """Who holds a tensor, as `outputs` of Net or `losses` in train(): up through containers to what has a name."""
     skipped = {id(item) for item in ignored}
     level: list[Any] = [tensor]
