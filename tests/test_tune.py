@@ -312,7 +312,7 @@ def test_limits_hold() -> None:
     plan = tune(ConvNet(), image_batch(), target_batch=16, max_trials=2)
     assert len(plan.trials) <= 2
     assert plan.best in plan.trials
-    plan = tune(ConvNet(), image_batch(), target_batch=16, timeout=0.001)
+    plan = tune(ConvNet(), image_batch(), target_batch=16, timeout=1e-9)
     assert plan.best.feasible
 
 

@@ -48,7 +48,7 @@ def search(
     `predict` tells the bytes that a candidate needs (None: unknown). What is predicted not to fit is not tried; the
     first such split of each line is recorded as `over_budget`, so that the trials show where memory ends.
     `max_trials` bounds the trials that were run in the study, those of earlier runs and other workers included
-    (64 when left out); `timeout` in seconds bounds when the last one begins.
+    (64 when left out); `timeout` in seconds bounds when the last one begins; the first always does.
     `storage` and `study_name` name an Optuna study, which is continued if it exists and may be shared by workers.
     `on_trial` is called after each trial of this call. An exception from `evaluate` passes through; its trial is
     closed. Raises ConfigError when an argument cannot be meant, StorageError when the study cannot be read or written.
@@ -63,8 +63,8 @@ def search(
     with open_study(storage=storage, name=study_name, sampler=sampler) as study:
         ledger = Ledger(study, sampler, cap_bytes=cap_bytes)
         ledger.bury_the_dead()
-        while _trials_run(entries := _of_space(ledger, lines)) < (max_trials or MAX_TRIALS):
-            if time.monotonic() >= deadline:
+        while (count := _trials_run(entries := _of_space(ledger, lines))) < (max_trials or MAX_TRIALS):
+            if count and time.monotonic() >= deadline:
                 _logger.info("the search ends after %g seconds", timeout)
                 break
             candidate = strategy.propose(_evidence(lines, entries, cap_bytes))

@@ -120,6 +120,7 @@ def test_ends_in_time():
     trials = search(ALL, evaluate, timeout=0.12)
     assert time.monotonic() - began < 2
     assert 1 <= len(trials) <= 3
+    assert len(search(ALL, evaluate, timeout=1e-9)) == 1  # over before the first, which begins all the same
 
 
 @settings(max_examples=60, deadline=None)
