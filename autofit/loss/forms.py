@@ -96,6 +96,8 @@ def target_key(batch: Mapping[Any, Any]) -> str:
 
 
 def _output_and_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    if type(batch) is tuple and len(batch) == 2 and type(batch[0]) is Tensor:  # the most common batch, at once
+        return model(batch[0]), batch[1]
     target = target_of(batch)
     if isinstance(batch, Mapping):
         key = target_key(batch)
