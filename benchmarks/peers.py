@@ -299,7 +299,7 @@ def _times(candidates: Sequence[Candidate], setup: Any, rounds: int) -> dict[Can
     distinct = list(dict.fromkeys(candidates))
     samples: dict[Candidate, list[float]] = {candidate: [] for candidate in distinct}
     for _ in range(rounds):
-        for candidate, seconds in zip(distinct, measure_in_turn(distinct, setup), strict=True):
+        for candidate, seconds in zip(distinct, measure_in_turn(setup, distinct), strict=True):
             samples[candidate] += seconds
         setup.recover()
     return {candidate: statistics.median(seconds) for candidate, seconds in samples.items()}
