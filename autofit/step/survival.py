@@ -25,6 +25,8 @@ PATIENCE = 100
 ATTEMPTS_AT_ONE = 3
 ALWAYS_COPIED_BYTES = 256 * KiB
 
+_JOINED_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool})
+
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
@@ -87,9 +89,10 @@ class StepStart:
         self._owners = [owner for owner, _ in self._places]
         self._names = [name for _, name in self._places]
         self._held: list[torch.Tensor | None] | None = None
-        self._small: list[_SavedBuffer] = []
+        self._saved: list[_SavedBuffer] = []
         self._large: list[_SavedBuffer] = []
-        self._copied_together: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._apart: list[_SavedBuffer] = []
+        self._together: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._random_states = StepRandomStates(device)
 
     @torch.no_grad()
@@ -100,8 +103,10 @@ class StepStart:
         if self._held is None or not all(map(is_, now, self._held)):
             self._copy_anew()
             return
-        for copies, buffers in self._copied_together:
-            torch._foreach_copy_(copies, buffers)
+        for copies, buffers in self._together:
+            torch.cat(buffers, out=copies)  # one operator for all of them
+        for small in self._apart:
+            small.copy.copy_(small.buffer)
         for large in self._large:
             if large.version != large.buffer._version:
                 large.copy.copy_(large.buffer)
@@ -109,28 +114,27 @@ class StepStart:
 
     def _copy_anew(self) -> None:
         """The first time, and when the model has put another tensor in the place of a buffer."""
-        self._small, self._large = [], []
         self._held = None  # until all is copied
         held = list(map(dict.get, self._owners, self._names))
-        together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for (owner, name), buffer in zip(self._places, held, strict=True):
-            if buffer is None or buffer.layout != torch.strided:
-                continue
-            saved = _SavedBuffer(owner, name, buffer, buffer.detach().clone(), buffer._version)
-            if buffer.nbytes > ALWAYS_COPIED_BYTES:
-                self._large.append(saved)
-                continue
-            self._small.append(saved)
-            copies, buffers = together.setdefault((buffer.dtype, buffer.device), ([], []))
-            copies.append(saved.copy)
-            buffers.append(buffer.detach())
-        self._copied_together = list(together.values())
+        self._saved = [
+            _SavedBuffer(owner, name, buffer, buffer.detach().clone(), buffer._version)
+            for (owner, name), buffer in zip(self._places, held, strict=True)
+            if buffer is not None and buffer.layout == torch.strided
+        ]
+        self._large = [saved for saved in self._saved if saved.buffer.nbytes > ALWAYS_COPIED_BYTES]
+        small = [saved for saved in self._saved if saved.buffer.nbytes <= ALWAYS_COPIED_BYTES]
+        self._apart = [saved for saved in small if not _lies_flat(saved.buffer)]
+        groups: dict[tuple[torch.dtype, torch.device], list[_SavedBuffer]] = {}
+        for saved in small:
+            if _lies_flat(saved.buffer):
+                groups.setdefault((saved.buffer.dtype, saved.buffer.device), []).append(saved)
+        self._together = [_copied_together(group) for group in groups.values()]
         self._held = held
 
     @torch.no_grad()
     def go_back(self) -> None:
         """Buffers and random states are again what they were at the start."""
-        for saved in (*self._small, *self._large):
+        for saved in self._saved:
             saved.owner[saved.name] = saved.buffer
             saved.buffer.copy_(saved.copy)
             saved.version = saved.buffer._version
@@ -148,6 +152,20 @@ class _SavedBuffer:
     buffer: torch.Tensor
     copy: torch.Tensor
     version: int
+
+
+def _lies_flat(buffer: torch.Tensor) -> bool:
+    """Whether a one-dimensional view of it shows all its elements."""
+    return type(buffer) is torch.Tensor and buffer.is_contiguous() and buffer.dtype in _JOINED_DTYPES
+
+
+def _copied_together(group: list[_SavedBuffer]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One tensor that holds the copies of all buffers of a group end to end, and the flat buffers to copy from."""
+    flat = [saved.buffer.detach().view(-1) for saved in group]
+    copies = torch.cat(flat)
+    for saved, copy in zip(group, torch.split(copies, [len(buffer) for buffer in flat]), strict=True):
+        saved.copy = copy.view(saved.buffer.shape)
+    return copies, flat
 
 
 class OptimizerStart:

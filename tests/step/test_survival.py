@@ -153,6 +153,49 @@ def _out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+class Counting(nn.Module):
+    """Buffers of every kind of layout and element, all of which change in forward, then memory runs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        kinds = {
+            "transposed": torch.arange(6.0).view(2, 3).t(),
+            "strided": torch.arange(6.0)[::2],
+            "scalar": torch.tensor(3),
+            "empty": torch.zeros(0, 4),
+            "complex": torch.ones(2, 2, dtype=torch.complex64),
+            "channels": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+            "flags": torch.tensor([True, False]),
+            "large": torch.zeros(module.ALWAYS_COPIED_BYTES // 4 + 1),
+        }
+        for name, value in kinds.items():
+            self.register_buffer(name, value.clone(memory_format=torch.preserve_format))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for buffer in self.buffers():
+            buffer.logical_not_() if buffer.dtype == torch.bool else buffer.add_(1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("calm_steps", [0, 1])
+def test_buffers_of_every_kind_go_back(calm_steps: int) -> None:
+    """Also those that no flat copy can hold; the second step copies them another way than the first."""
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, Candidate(micro_batch_size=4, accumulation_steps=1), loss_fn=F.cross_entropy)
+    batch = (torch.randn(4, 3), torch.randint(0, 2, (4,)))
+    for _ in range(calm_steps):
+        step(batch)
+    model.register_forward_hook(_out_of_memory)
+    before = FullState(model, optimizer)
+    with pytest.raises(InfeasibleError):
+        step(batch)
+    assert before.differences(model, optimizer) == []
+    assert model.get_buffer("transposed").stride() == (1, 3)
+
+
 def test_what_only_may_be_memory_is_raised_as_it_is_when_nothing_smaller_helps() -> None:
     """A1: cuDNN's words are memory only if a smaller micro-batch passes."""
     model, _, step = start()
